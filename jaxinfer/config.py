@@ -1,0 +1,153 @@
+"""Frozen configurations and their validation. Imports no jax."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained context.
+
+    Kinds: "linear" (position interpolation), "llama3" (Llama 3.1, wavelength dependent), "yarn" (Peng et al., 2023)
+    and "factors" (explicit divisors of each frequency, as GGUF files store them).
+    """
+
+    kind: Literal["linear", "llama3", "yarn", "factors"]
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # yarn: factor on cos and sin; None computes it from `factor`
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True  # yarn: round the ends of the ramp to whole dimensions
+    factors: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape and options of a decoder, in Hugging Face words.
+
+    `layer_windows[i]` is the sliding window of layer i in tokens, None for full attention; `layer_rope[i]` says
+    whether layer i rotates its queries and keys (SmolLM3 leaves some layers without positions).
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    layer_windows: tuple[int | None, ...] = ()
+    layer_rope: tuple[bool, ...] = ()
+
+    def __post_init__(self):
+        """Fills the per-layer tuples and checks every size.
+
+        Raises:
+            ValueError: a size is not positive, or two of them do not fit together.
+        """
+        if not self.layer_windows:
+            object.__setattr__(self, "layer_windows", (None,) * self.num_layers)
+        if not self.layer_rope:
+            object.__setattr__(self, "layer_rope", (True,) * self.num_layers)
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+                     "head_dim", "max_position_embeddings"):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        for name in ("layer_windows", "layer_rope"):
+            if len(getattr(self, name)) != self.num_layers:
+                raise ValueError(f"{name} must have {self.num_layers} entries, got {len(getattr(self, name))}")
+        if any(window is not None and window < 1 for window in self.layer_windows):
+            raise ValueError(f"sliding windows must be at least 1 token, got {self.layer_windows}")
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model, a tied head counted once."""
+        D, F, H = self.hidden_size, self.intermediate_size, self.head_dim
+        attention = D * H * (2 * self.num_heads + 2 * self.num_kv_heads)
+        biases = self.qkv_bias * H * (self.num_heads + 2 * self.num_kv_heads) + self.o_bias * D
+        biases += self.mlp_bias * (2 * F + D)
+        norms = 2 * D + self.qk_norm * 2 * H
+        embeddings = self.vocab_size * D * (1 if self.tie_word_embeddings else 2)
+        return embeddings + D + self.num_layers * (attention + 3 * D * F + biases + norms)
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of keys and values of one token in all layers, at `itemsize` bytes an element."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits and policies of the engine.
+
+    Attributes:
+        max_num_seqs: rows that run at once.
+        max_num_batched_tokens: most tokens of one step; a longer prompt is prefilled in chunks.
+        max_model_len: longest request, prompt and output, in tokens; None takes the model's own limit.
+        page_size: tokens of a KV page.
+        num_pages: pages of the pool, the null page included; None fits them into `memory_fraction` of what is free.
+        memory_fraction: share of the device memory that is free after the weights, to be used for KV pages.
+        policy: "fcfs" (first come, first served) or "priority" (lower value first, then arrival).
+        decode_steps: most decode steps of one dispatch, taken only when no request waits.
+        async_scheduling: enqueue step N+1 before the tokens of step N are read.
+        seed: makes the random seeds of requests that have none repeatable; None draws them from the system.
+        attention_implementation: name of a kernel, or None for the fastest that accepts the arguments.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    page_size: int = 16
+    num_pages: int | None = None
+    memory_fraction: float = 0.5
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    decode_steps: int = 8
+    async_scheduling: bool = True
+    seed: int | None = None
+    attention_implementation: str | None = None
+
+    def __post_init__(self):
+        """Checks every limit.
+
+        Raises:
+            ValueError: a limit is out of its range.
+        """
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "decode_steps"):
+            _check_positive(name, getattr(self, name))
+        for name, least in (("max_model_len", 1), ("num_pages", 2)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ValueError(f"{name} must be an integer of at least {least}, or None, got {value!r}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs={self.max_num_seqs}, so that every running request gets a token in a step"
+            )
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
+        if self.policy not in ("fcfs", "priority"):
+            raise ValueError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")

@@ -1,0 +1,55 @@
+"""Grouped-query attention over the paged cache; the only file that calls the attention kernels."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jaxtyping import Array, Float
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.model.batch import TokenBatch
+from jaxinfer.model.layers import Linear, RMSNorm
+from jaxinfer.model.rope import apply_rope
+from pallas_kernels import ragged_paged_attention, write_kv
+
+
+class Attention(nn.Module):
+    """Attention of layer `layer`: MHA, GQA and MQA are the same code (Ainslie et al., 2023)."""
+
+    config: ModelConfig
+    layer: int
+    dtype: Any
+    implementation: str | None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        rope: tuple[jax.Array, jax.Array],
+        k_pages: jax.Array,
+        v_pages: jax.Array,
+        batch: TokenBatch,
+    ) -> tuple[Float[Array, "T D"], jax.Array, jax.Array]:
+        """Returns f[T, D] and the layer's pages with this step's keys and values written."""
+        c, T = self.config, x.shape[0]
+
+        def project(name: str, heads: int, axis: str) -> jax.Array:
+            y = Linear(heads * c.head_dim, (axis, "embed"), self.dtype, c.qkv_bias, name=name)(x)
+            return y.reshape(T, heads, c.head_dim)
+
+        q = project("q", c.num_heads, "heads")
+        k = project("k", c.num_kv_heads, "kv_heads")
+        v = project("v", c.num_kv_heads, "kv_heads")
+        if c.qk_norm:
+            q = RMSNorm(c.rms_norm_eps, self.dtype, "head_dim", name="q_norm")(q)
+            k = RMSNorm(c.rms_norm_eps, self.dtype, "head_dim", name="k_norm")(k)
+        if c.layer_rope[self.layer]:
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        k_pages = write_kv(k_pages, k, batch.slot_mapping)
+        v_pages = write_kv(v_pages, v, batch.slot_mapping)
+        out = ragged_paged_attention(
+            q, k_pages, v_pages, batch.page_indices, batch.kv_lens, batch.cu_q_lens, batch.num_decode_rows,
+            scale=c.head_dim**-0.5, sliding_window=c.layer_windows[self.layer], implementation=self.implementation,
+        )  # fmt: skip
+        out = out.reshape(T, c.num_heads * c.head_dim)
+        return Linear(c.hidden_size, ("embed", "heads"), self.dtype, c.o_bias, name="o")(out), k_pages, v_pages

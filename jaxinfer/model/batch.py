@@ -1,0 +1,42 @@
+"""What the decoder is told of a step, besides parameters and cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenBatch:
+    """T tokens of S rows, flat and ragged; see `ragged_paged_attention` for the meaning of the row fields."""
+
+    token_ids: jax.Array  # i32[T]
+    positions: jax.Array  # i32[T]
+    slot_mapping: jax.Array  # i32[T]  page * page_size + offset of each new token
+    page_indices: jax.Array  # i32[S, M]
+    kv_lens: jax.Array  # i32[S]
+    cu_q_lens: jax.Array  # i32[S + 1]
+    num_decode_rows: jax.Array  # i32[]
+
+
+def decode_batch(
+    token_ids: Int[Array, " S"],
+    positions: Int[Array, " S"],
+    page_indices: Int[Array, "S M"],
+    active: Bool[Array, " S"],
+    page_size: int,
+) -> TokenBatch:
+    """Returns the batch of a decode step: one token a row, at `positions`; rows that are not active are empty."""
+    S = token_ids.shape[0]
+    page = jnp.take_along_axis(page_indices, (positions // page_size)[:, None], axis=1, mode="clip")[:, 0]
+    return TokenBatch(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=jnp.where(active, page * page_size + positions % page_size, 0),
+        page_indices=page_indices,
+        kv_lens=jnp.where(active, positions + 1, 0),
+        cu_q_lens=jnp.arange(S + 1, dtype=jnp.int32),
+        num_decode_rows=jnp.int32(S),
+    )

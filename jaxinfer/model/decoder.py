@@ -1,0 +1,73 @@
+"""The one decoder of all families: a linen module applied as a pure function."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.model.attention import Attention
+from jaxinfer.model.batch import TokenBatch
+from jaxinfer.model.kv_cache import KVCache
+from jaxinfer.model.layers import MLP, Embedding, RMSNorm, linear
+from jaxinfer.model.rope import rope_tables
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    config: ModelConfig
+    layer: int
+    dtype: Any
+    implementation: str | None
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], k_pages: jax.Array, v_pages: jax.Array, batch: TokenBatch
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns f[T, D] and the layer's pages."""
+        c = self.config
+        attention = Attention(c, self.layer, self.dtype, self.implementation, name="attention")
+        y = RMSNorm(c.rms_norm_eps, self.dtype, "embed", name="attention_norm")(x)
+        y, k_pages, v_pages = attention(y, rope, k_pages, v_pages, batch)
+        x = x + y
+        y = RMSNorm(c.rms_norm_eps, self.dtype, "embed", name="mlp_norm")(x)
+        return x + MLP(c.intermediate_size, c.mlp_bias, self.dtype, name="mlp")(y), k_pages, v_pages
+
+
+class Decoder(nn.Module):
+    """Token ids to final hidden states over an explicit cache; `logits` turns hidden states into scores.
+
+    Layers are a Python loop: `lax.scan` over stacked weights copies every layer's slice on CPU.
+    """
+
+    config: ModelConfig
+    dtype: Any = jnp.float32
+    implementation: str | None = None
+
+    def setup(self):
+        """Declares the parameters."""
+        c = self.config
+        self.embed = Embedding(c.vocab_size, c.hidden_size, self.dtype)
+        self.layers = [DecoderLayer(c, i, self.dtype, self.implementation) for i in range(c.num_layers)]
+        self.final_norm = RMSNorm(c.rms_norm_eps, self.dtype, "embed")
+        if not c.tie_word_embeddings:
+            self.lm_head = Embedding(c.vocab_size, c.hidden_size, self.dtype)
+
+    def __call__(self, cache: KVCache, batch: TokenBatch) -> tuple[Float[Array, "T D"], KVCache]:
+        """Returns the normed hidden state of every token, f[T, D], and the cache with their keys and values."""
+        x = self.embed.weight.at[batch.token_ids].get(mode="clip")
+        rope = rope_tables(self.config, batch.positions)
+        k_pages, v_pages = [], []
+        for i, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{i}"):
+                x, k, v = layer(x, rope, cache.k_pages[i], cache.v_pages[i], batch)
+            k_pages.append(k)
+            v_pages.append(v)
+        return self.final_norm(x), KVCache(tuple(k_pages), tuple(v_pages))
+
+    def logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
+        """Returns f32[S, V] of hidden states that `__call__` returned."""
+        head = self.embed if self.config.tie_word_embeddings else self.lm_head
+        return linear(hidden, head.weight, jnp.float32)
