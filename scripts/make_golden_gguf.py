@@ -3,8 +3,8 @@
 Run it after the other two, in the same environment: python scripts/make_golden_gguf.py [CASE ...]
 
 The files follow llama.cpp's convert_hf_to_gguf.py: its metadata keys and tensor names, q and k permuted for
-arch "llama", rope_freqs.weight for llama3 scaling. The golden logits come from transformers on the weights read
-back out of the file (dequantized and un-permuted), so that they hold the loss of quantization.
+arch "llama", rope_freqs.weight for llama3 scaling. The golden logits come from transformers on the weights
+read back out of the file (dequantized and un-permuted), so that they hold the loss of quantization.
 """
 
 import json
