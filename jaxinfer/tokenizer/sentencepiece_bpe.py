@@ -43,8 +43,8 @@ def _merges(
 ) -> list[tuple[str, str]]:
     """Returns every pair of pieces that makes a piece, best score first.
 
-    SentencePiece takes the leftmost of equally good pairs, which a merge list cannot say. It matters only where
-    two pieces with the same score overlap, and trained models give every piece a score of its own.
+    SentencePiece takes the leftmost of equally good pairs, which a merge list cannot say. It matters only
+    where two pieces with the same score overlap, and trained models give every piece a score of its own.
     """
     usable = {piece for piece, can_merge in zip(pieces, mergeable) if can_merge}
     ranked = sorted(
