@@ -1,6 +1,7 @@
 import gc
 import json
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +131,10 @@ def test_every_file_removed_cut_or_changed(saved, abstract, params):
     gc.collect()  # those coroutines complain here, not in the next test
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
 def test_saving_refuses_and_leaves_nothing(tmp_path, params, monkeypatch):
     target = tmp_path / "out" / "model"
     with pytest.raises(ValueError, match="config must be plain JSON"):
@@ -139,7 +144,7 @@ def test_saving_refuses_and_leaves_nothing(tmp_path, params, monkeypatch):
     with pytest.raises(ValueError, match=r"the name 'jaxinfer\.json' is taken"):
         orbax_io.save(target, params, CONFIG, [tmp_path / "jaxinfer.json"])
     with monkeypatch.context() as patch:
-        patch.setattr(orbax_io.os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(orbax_io, "os", types.SimpleNamespace(rename=interrupt))  # Orbax renames too
         with pytest.raises(KeyboardInterrupt):
             orbax_io.save(target, params, CONFIG)
     assert list(target.parent.iterdir()) == []
