@@ -1,9 +1,9 @@
 """Loads a source into a parameter tree: strict about names and shapes, lazy, straight onto the devices."""
 
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -190,19 +190,17 @@ def _fit(stored: np.ndarray, name: str, target: Target, leaf: jax.ShapeDtypeStru
 
 
 def _read_ahead[Job](read: Callable[[Job], list[Placed]], jobs: Iterable[Job]) -> Iterator[list[Placed]]:
-    """Yields `read(job)` in order, with at most `WORKERS` jobs running or waiting."""
-    waiting = deque()
+    """Yields every `read(job)` as it becomes ready, with at most `WORKERS` running or waiting to be taken."""
+    pending: set[Future[list[Placed]]] = set()
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="load_tree") as pool:
-        try:
-            for job in jobs:
-                waiting.append(pool.submit(read, job))
-                if len(waiting) == WORKERS:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
+        for job in jobs:
+            pending.add(pool.submit(read, job))
+            while len(pending) >= WORKERS:
+                ready, pending = wait(pending, return_when=FIRST_COMPLETED)
+                while ready:
+                    yield ready.pop().result()
+        for future in as_completed(pending):
+            yield future.result()
 
 
 def _place(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
