@@ -6,5 +6,6 @@ semantic that every backend is tested against) and one file per backend.
 
 from pallas_kernels.kv_write.api import write_kv
 from pallas_kernels.paged_attention.api import ragged_paged_attention
+from pallas_kernels.paged_attention.schedule import Schedule, make_schedule
 
-__all__ = ["ragged_paged_attention", "write_kv"]
+__all__ = ["Schedule", "make_schedule", "ragged_paged_attention", "write_kv"]

@@ -10,14 +10,15 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.model.batch import TokenBatch
 from jaxinfer.model.layers import Linear, RMSNorm
 from jaxinfer.model.rope import apply_rope
-from pallas_kernels import ragged_paged_attention, write_kv
+from pallas_kernels import Schedule, ragged_paged_attention, write_kv
 
 
 class Attention(nn.Module):
-    """Attention of layer `layer`: MHA, GQA and MQA are the same code (Ainslie et al., 2023)."""
+    """MHA, GQA and MQA in one (Ainslie et al., 2023); `window` and `use_rope` are what may differ between layers."""
 
     config: ModelConfig
-    layer: int
+    window: int | None
+    use_rope: bool
     dtype: Any
     implementation: str | None
 
@@ -29,6 +30,7 @@ class Attention(nn.Module):
         k_pages: jax.Array,
         v_pages: jax.Array,
         batch: TokenBatch,
+        schedule: Schedule,
     ) -> tuple[Float[Array, "T D"], jax.Array, jax.Array]:
         """Returns f[T, D] and the layer's pages with this step's keys and values written."""
         c, T = self.config, x.shape[0]
@@ -43,13 +45,14 @@ class Attention(nn.Module):
         if c.qk_norm:
             q = RMSNorm(c.rms_norm_eps, self.dtype, "head_dim", name="q_norm")(q)
             k = RMSNorm(c.rms_norm_eps, self.dtype, "head_dim", name="k_norm")(k)
-        if c.layer_rope[self.layer]:
+        if self.use_rope:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         k_pages = write_kv(k_pages, k, batch.slot_mapping)
         v_pages = write_kv(v_pages, v, batch.slot_mapping)
         out = ragged_paged_attention(
             q, k_pages, v_pages, batch.page_indices, batch.kv_lens, batch.cu_q_lens, batch.num_decode_rows,
-            scale=c.head_dim**-0.5, sliding_window=c.layer_windows[self.layer], implementation=self.implementation,
+            scale=c.head_dim**-0.5, sliding_window=self.window, schedule=schedule,
+            implementation=self.implementation,
         )  # fmt: skip
         out = out.reshape(T, c.num_heads * c.head_dim)
         return Linear(c.hidden_size, ("embed", "heads"), self.dtype, c.o_bias, name="o")(out), k_pages, v_pages

@@ -18,7 +18,7 @@ class TokenBatch:
     page_indices: jax.Array  # i32[S, M]
     kv_lens: jax.Array  # i32[S]
     cu_q_lens: jax.Array  # i32[S + 1]
-    num_decode_rows: jax.Array  # i32[]
+    num_decode_rows: jax.Array | None  # i32[], None: every row is a decode row
 
 
 def decode_batch(
@@ -38,5 +38,5 @@ def decode_batch(
         page_indices=page_indices,
         kv_lens=jnp.where(active, positions + 1, 0),
         cu_q_lens=jnp.arange(S + 1, dtype=jnp.int32),
-        num_decode_rows=jnp.int32(S),
+        num_decode_rows=None,
     )

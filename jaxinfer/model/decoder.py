@@ -13,24 +13,27 @@ from jaxinfer.model.batch import TokenBatch
 from jaxinfer.model.kv_cache import KVCache
 from jaxinfer.model.layers import MLP, Embedding, RMSNorm, linear
 from jaxinfer.model.rope import rope_tables
+from pallas_kernels import Schedule, make_schedule
 
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     config: ModelConfig
-    layer: int
+    window: int | None
+    use_rope: bool
     dtype: Any
     implementation: str | None
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], k_pages: jax.Array, v_pages: jax.Array, batch: TokenBatch
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], k_pages: jax.Array, v_pages: jax.Array,
+        batch: TokenBatch, schedule: Schedule,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
         """Returns f[T, D] and the layer's pages."""
         c = self.config
-        attention = Attention(c, self.layer, self.dtype, self.implementation, name="attention")
+        attention = Attention(c, self.window, self.use_rope, self.dtype, self.implementation, name="attention")
         y = RMSNorm(c.rms_norm_eps, self.dtype, "embed", name="attention_norm")(x)
-        y, k_pages, v_pages = attention(y, rope, k_pages, v_pages, batch)
+        y, k_pages, v_pages = attention(y, rope, k_pages, v_pages, batch, schedule)
         x = x + y
         y = RMSNorm(c.rms_norm_eps, self.dtype, "embed", name="mlp_norm")(x)
         return x + MLP(c.intermediate_size, c.mlp_bias, self.dtype, name="mlp")(y), k_pages, v_pages
@@ -50,7 +53,11 @@ class Decoder(nn.Module):
         """Declares the parameters."""
         c = self.config
         self.embed = Embedding(c.vocab_size, c.hidden_size, self.dtype)
-        self.layers = [DecoderLayer(c, i, self.dtype, self.implementation) for i in range(c.num_layers)]
+        layer = nn.jit(DecoderLayer)  # traced once for all layers of one kind, not once a layer
+        self.layers = [
+            layer(c, window, use_rope, self.dtype, self.implementation)
+            for window, use_rope in zip(c.layer_windows, c.layer_rope)
+        ]
         self.final_norm = RMSNorm(c.rms_norm_eps, self.dtype, "embed")
         if not c.tie_word_embeddings:
             self.lm_head = Embedding(c.vocab_size, c.hidden_size, self.dtype)
@@ -59,13 +66,20 @@ class Decoder(nn.Module):
         """Returns the normed hidden state of every token, f[T, D], and the cache with their keys and values."""
         x = self.embed.weight.at[batch.token_ids].get(mode="clip")
         rope = rope_tables(self.config, batch.positions)
+        schedules = {window: self._schedule(cache, batch, window) for window in set(self.config.layer_windows)}
         k_pages, v_pages = [], []
-        for i, layer in enumerate(self.layers):
+        for i, (layer, window) in enumerate(zip(self.layers, self.config.layer_windows)):
             with jax.named_scope(f"layer_{i}"):
-                x, k, v = layer(x, rope, cache.k_pages[i], cache.v_pages[i], batch)
+                x, k, v = layer(x, rope, cache.k_pages[i], cache.v_pages[i], batch, schedules[window])
             k_pages.append(k)
             v_pages.append(v)
         return self.final_norm(x), KVCache(tuple(k_pages), tuple(v_pages))
+
+    def _schedule(self, cache: KVCache, batch: TokenBatch, window: int | None) -> Schedule:
+        return make_schedule(
+            batch.token_ids.shape[0], cache.k_pages[0].shape[2], batch.page_indices.shape[1], batch.kv_lens,
+            batch.cu_q_lens, batch.num_decode_rows, window,
+        )  # fmt: skip
 
     def logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
         """Returns f32[S, V] of hidden states that `__call__` returned."""

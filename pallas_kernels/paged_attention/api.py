@@ -1,11 +1,11 @@
 """Public function of ragged paged attention: shape checks and dispatch."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.paged_attention.reference import ragged_paged_attention_reference
+from pallas_kernels.paged_attention.schedule import Schedule
 from pallas_kernels.paged_attention.xla import ragged_paged_attention_xla
 
 IMPLEMENTATIONS = {"xla": ragged_paged_attention_xla, "reference": ragged_paged_attention_reference}
@@ -18,10 +18,11 @@ def ragged_paged_attention(
     page_indices: Int[Array, "S M"],
     kv_lens: Int[Array, " S"],
     cu_q_lens: Int[Array, " S+1"],
-    num_decode_rows: Int[Array, ""],
+    num_decode_rows: Int[Array, ""] | None,
     *,
     scale: float,
     sliding_window: int | None = None,
+    schedule: Schedule | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T N H"]:
     """Returns causal attention of a ragged batch over a paged KV cache.
@@ -37,10 +38,13 @@ def ragged_paged_attention(
         page_indices: pages of each row; entries past a row's last page may be any valid page (page 0, the null page).
         kv_lens: keys of each row, this step's tokens included; 0 for an empty row.
         cu_q_lens: prefix sum of the query lengths.
-        num_decode_rows: the first so many rows have exactly one query token each (int32 scalar). It only
-            chooses a faster path: any value for which that is true gives the same result.
+        num_decode_rows: the first so many rows have at most one query token each, token s being that of row s
+            (int32 scalar); None says that all rows are such. It only chooses a faster path: any value for which
+            that is true gives the same result.
         scale: factor on the scores, usually `H ** -0.5`.
         sliding_window: a token sees only its last `sliding_window` keys, itself included; None sees all.
+        schedule: work list made by `make_schedule` from the same lengths and window, to be shared by the layers
+            of a step; None makes it here.
         implementation: "xla", "reference", or None for the fastest that accepts the arguments.
 
     Raises:
@@ -49,8 +53,8 @@ def ragged_paged_attention(
     _check_shapes(q, k_pages, v_pages, page_indices, kv_lens, cu_q_lens, sliding_window)
     return dispatch(
         "ragged_paged_attention", IMPLEMENTATIONS, implementation,
-        q, k_pages, v_pages, page_indices, kv_lens, cu_q_lens, jnp.asarray(num_decode_rows, jnp.int32),
-        scale=scale, sliding_window=sliding_window,
+        q, k_pages, v_pages, page_indices, kv_lens, cu_q_lens, num_decode_rows,
+        scale=scale, sliding_window=sliding_window, schedule=schedule,
     )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.paged_attention.schedule import Schedule
+
 
 def ragged_paged_attention_reference(
     q: Float[Array, "T N H"],
@@ -12,13 +14,14 @@ def ragged_paged_attention_reference(
     page_indices: Int[Array, "S M"],
     kv_lens: Int[Array, " S"],
     cu_q_lens: Int[Array, " S+1"],
-    num_decode_rows: Int[Array, ""],
+    num_decode_rows: Int[Array, ""] | None,
     *,
     scale: float,
     sliding_window: int | None = None,
+    schedule: Schedule | None = None,
 ) -> Float[Array, "T N H"]:
-    """Returns what `ragged_paged_attention` means; `num_decode_rows` does not matter here."""
-    del num_decode_rows
+    """Returns what `ragged_paged_attention` means; `num_decode_rows` and `schedule` do not matter here."""
+    del num_decode_rows, schedule
     T, N, H = q.shape
     K, S = k_pages.shape[0], kv_lens.shape[0]
     token = jnp.arange(T, dtype=jnp.int32)

@@ -1,32 +1,41 @@
 """Ragged paged attention as XLA loops: exact, O(T) memory, work bounded by the real lengths.
 
-Two loops with data-dependent trip counts share one online softmax (FlashAttention, Dao et al. 2022, Algorithm 1):
-- decode rows are taken `block_rows` at a time, each key block gathered for the whole group;
-- all other rows are cut into tiles of `block_q` query tokens, one tile after another.
-Both gather `block_k` keys a time through the page table, so no row's cache is ever copied whole.
+One loop over the key blocks of decode rows, `block_rows` rows at once, and one over those of all other rows, cut
+into tiles of `block_q` query tokens. Both gather `block_k` keys a time through the page table, so no row's cache is
+ever copied whole, and keep an online softmax (FlashAttention, Dao et al. 2022, Algorithm 1).
 
-FLOPs: 4 * N * H per visible (query, key) pair. Bytes: 2 * K * H * itemsize per key and tile or decode row.
+FLOPs: 4 * N * H per visible (query, key) pair. Bytes: 2 * K * H * itemsize per key and work item.
+
+The body is written for few HLO instructions, since it is compiled once a layer: flat loops, unsigned indices (which
+need no handling of negative values), a finite mask value (which needs no handling of empty rows).
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-BLOCK_ROWS = 8  # decode rows of one group
-BLOCK_Q = 128  # query tokens of one prefill tile
-BLOCK_K = 256  # keys of one step of the inner loop, rounded down to whole pages
+from pallas_kernels.paged_attention.schedule import (
+    BLOCK_BASE,
+    BLOCK_END,
+    BLOCK_START,
+    ROW,
+    TOKEN_END,
+    TOKEN_START,
+    Schedule,
+    make_schedule,
+)
+
+MASK_VALUE = -1e30  # exp(MASK_VALUE - m) is 0 for every m of a score
 
 
-class _Softmax(NamedTuple):
-    """Running state of the online softmax, names as in the paper."""
-
-    m: Float[Array, "... q"]  # maximum of the scores so far
-    l: Float[Array, "... q"]  # sum of exp(score - m)
-    acc: Float[Array, "... q H"]  # sum of exp(score - m) * v
+class _Loop(NamedTuple):
+    m: jax.Array  # f32[K, R, Q * G]     maximum of the scores so far
+    l: jax.Array  # f32[K, R, Q * G]     sum of exp(score - m)
+    acc: jax.Array  # f32[K, R, Q * G, H]  sum of exp(score - m) * v
+    out: jax.Array  # f[T + tail, K, G, H]
 
 
 def ragged_paged_attention_xla(
@@ -36,123 +45,82 @@ def ragged_paged_attention_xla(
     page_indices: Int[Array, "S M"],
     kv_lens: Int[Array, " S"],
     cu_q_lens: Int[Array, " S+1"],
-    num_decode_rows: Int[Array, ""],
+    num_decode_rows: Int[Array, ""] | None,
     *,
     scale: float,
     sliding_window: int | None = None,
+    schedule: Schedule | None = None,
 ) -> Float[Array, "T N H"]:
     """See `ragged_paged_attention`."""
     T, N, H = q.shape
     K, _, page_size, _ = k_pages.shape
-    S = kv_lens.shape[0]
-    pages_per_block = max(1, min(BLOCK_K // page_size, page_indices.shape[1]))
-    block_rows, block_q = min(BLOCK_ROWS, S, T), min(BLOCK_Q, T)
-    # A block never reads past the table or q: the clamping of dynamic_slice would shift it silently.
-    page_indices = jnp.pad(page_indices, ((0, block_rows), (0, pages_per_block)))
-    kv_lens = jnp.pad(kv_lens, (0, block_rows))
-    tail = max(block_rows, block_q)
+    if schedule is None:
+        schedule = make_schedule(
+            T, page_size, page_indices.shape[1], kv_lens, cu_q_lens, num_decode_rows, sliding_window
+        )
+    s = schedule
+    # An item never reads past the table or q: the clamping of dynamic_slice would shift it silently.
+    tail = max(s.block_rows, s.block_q)
+    pages = jnp.pad(page_indices, ((0, s.block_rows), (0, s.pages_per_block))).astype(jnp.uint32)
+    positions = jnp.pad(s.positions, (0, tail), constant_values=-1)
     q = jnp.pad((q * scale).reshape(T, K, N // K, H), ((0, tail), (0, 0), (0, 0), (0, 0)))
-    attend = partial(_attend, k_pages=k_pages, v_pages=v_pages, pages_per_block=pages_per_block, window=sliding_window)
 
-    def decode_group(group: jax.Array, out: jax.Array) -> jax.Array:
-        first = group * block_rows
-        valid = first + jnp.arange(block_rows, dtype=jnp.int32) < num_decode_rows
-        lens = jnp.where(valid, lax.dynamic_slice_in_dim(kv_lens, first, block_rows), 0)
-        pages = lax.dynamic_slice_in_dim(page_indices, first, block_rows)
-        group_q = lax.dynamic_slice_in_dim(q, first, block_rows)  # token s is row s among the decode rows
-        result = attend(group_q[:, None], pages, lens[:, None] - 1)
-        return _write_rows(out, result[:, 0], first, valid)
+    def run(items: jax.Array, rows: int, num_q: int, out: jax.Array) -> jax.Array:
+        """Runs all work items of `rows` rows with `num_q` query tokens each."""
+        state = _Loop(*_empty(K, rows, num_q * (N // K), H), out)
 
-    tiles = _prefill_tiles(cu_q_lens, num_decode_rows, block_q)
+        def block(index: jax.Array, state: _Loop) -> _Loop:
+            item = lax.dynamic_index_in_dim(
+                items, jnp.sum(items[:, BLOCK_END] <= index, dtype=jnp.uint32), keepdims=False
+            )
+            tokens = item[TOKEN_START].astype(jnp.uint32)
+            key_block = (index - item[BLOCK_BASE]).astype(jnp.uint32)
+            slot = lax.dynamic_slice(
+                pages, (item[ROW].astype(jnp.uint32), key_block * s.pages_per_block), (rows, s.pages_per_block)
+            )
+            k, v = (
+                x.at[:, slot].get(mode="promise_in_bounds").reshape(K, rows, -1, H) for x in (k_pages, v_pages)
+            )
+            size = rows * num_q
+            valid = tokens + jnp.arange(size, dtype=jnp.uint32) < item[TOKEN_END].astype(jnp.uint32)
+            q_position = jnp.where(valid, lax.dynamic_slice_in_dim(positions, tokens, size), -1).reshape(rows, num_q)
+            tile = lax.dynamic_slice_in_dim(q, tokens, size).reshape(rows, num_q, K, N // K, H)
+            tile = tile.transpose(2, 0, 1, 3, 4).reshape(K, rows, -1, H)
 
-    def prefill_tile(tile: jax.Array, out: jax.Array) -> jax.Array:
-        row = jnp.sum(tiles.ends <= tile).astype(jnp.int32)
-        first = cu_q_lens[row] + (tile - tiles.ends[row] + tiles.counts[row]) * block_q
-        token = first + jnp.arange(block_q, dtype=jnp.int32)
-        valid = token < cu_q_lens[row + 1]
-        positions = jnp.where(valid, kv_lens[row] - cu_q_lens[row + 1] + token, -1)
-        tile_q = lax.dynamic_slice_in_dim(q, first, block_q)
-        result = attend(tile_q[None], page_indices[row][None], positions[None])
-        return _write_rows(out, result[0], first, valid)
+            k_position = key_block.astype(jnp.int32) * k.shape[2] + jnp.arange(k.shape[2], dtype=jnp.int32)
+            mask = k_position[None, None] <= q_position[:, :, None]
+            if sliding_window is not None:
+                mask &= k_position[None, None] > q_position[:, :, None] - sliding_window
+            mask = jnp.repeat(mask, N // K, axis=1)
+            is_written = k_position[None] <= jnp.max(q_position, axis=1, keepdims=True)
+            v = jnp.where(is_written[None, :, :, None], v, jnp.zeros_like(v))  # 0 * NaN is NaN: unwritten slots
 
-    out = jnp.zeros_like(q)
-    out = lax.fori_loop(0, (num_decode_rows + block_rows - 1) // block_rows, decode_group, out)
-    out = lax.fori_loop(0, tiles.ends[-1], prefill_tile, out)
+            fresh = index == item[BLOCK_START]
+            m, l, acc = (jnp.where(fresh, a, b) for a, b in zip(_empty(K, rows, num_q * (N // K), H), state))
+            scores = jnp.einsum("krqh,krsh->krqs", tile, k, preferred_element_type=jnp.float32)
+            scores = jnp.where(mask[None], scores, MASK_VALUE)
+            m_new = jnp.maximum(m, jnp.max(scores, axis=-1))
+            p = jnp.exp(scores - m_new[..., None])
+            correction = jnp.exp(m - m_new)
+            l = l * correction + jnp.sum(p, axis=-1)
+            pv = jnp.einsum("krqs,krsh->krqh", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            acc = acc * correction[..., None] + pv
+
+            # Written after every block: what the item's last block writes is what stays.
+            result = (acc / l[..., None]).reshape(K, rows, num_q, N // K, H).transpose(1, 2, 0, 3, 4)
+            old = lax.dynamic_slice_in_dim(state.out, tokens, size)
+            result = jnp.where(valid[:, None, None, None], result.reshape(old.shape).astype(old.dtype), old)
+            return _Loop(m_new, l, acc, lax.dynamic_update_slice_in_dim(state.out, result, tokens, axis=0))
+
+        return lax.fori_loop(0, items[-1, BLOCK_END], block, state).out
+
+    out = run(s.decode_items, s.block_rows, 1, jnp.zeros_like(q))
+    if s.prefill_items is not None:
+        out = run(s.prefill_items, 1, s.block_q, out)
     return out[:T].reshape(T, N, H)
 
 
-class _Tiles(NamedTuple):
-    counts: Int[Array, " S"]  # query tiles of each row
-    ends: Int[Array, " S"]  # prefix sum of counts
-
-
-def _prefill_tiles(cu_q_lens: jax.Array, num_decode_rows: jax.Array, block_q: int) -> _Tiles:
-    q_lens = jnp.diff(cu_q_lens)
-    is_decode = jnp.arange(q_lens.shape[0], dtype=jnp.int32) < num_decode_rows
-    counts = jnp.where(is_decode, 0, (q_lens + block_q - 1) // block_q)
-    return _Tiles(counts, jnp.cumsum(counts, dtype=jnp.int32))
-
-
-def _attend(
-    q: Float[Array, "R Q K G H"],
-    pages: Int[Array, "R M"],
-    positions: Int[Array, "R Q"],
-    *,
-    k_pages: Float[Array, "K P page_size H"],
-    v_pages: Float[Array, "K P page_size H"],
-    pages_per_block: int,
-    window: int | None,
-) -> Float[Array, "R Q K G H"]:
-    """Returns attention of Q tokens in each of R rows; a token at position -1 sees nothing and gets zeros."""
-    R, Q, K, G, H = q.shape
-    block_k = pages_per_block * k_pages.shape[2]
-    q = q.transpose(2, 0, 1, 3, 4).reshape(K, R, Q * G, H)
-    q_position = jnp.repeat(positions, G, axis=1)  # [R, Q * G]
-
-    def block(index: jax.Array, state: _Softmax) -> _Softmax:
-        ids = lax.dynamic_slice_in_dim(pages, index * pages_per_block, pages_per_block, axis=1)
-        k = k_pages.at[:, ids].get(mode="promise_in_bounds").reshape(K, R, block_k, H)
-        v = v_pages.at[:, ids].get(mode="promise_in_bounds").reshape(K, R, block_k, H)
-        k_position = index * block_k + jnp.arange(block_k, dtype=jnp.int32)
-        mask = k_position[None, None, :] <= q_position[:, :, None]
-        if window is not None:
-            mask &= k_position[None, None, :] > q_position[:, :, None] - window
-        return _online_softmax(state, q, k, v, mask)
-
-    last = jnp.max(positions)
-    first = jnp.zeros_like(last)
-    if window is not None:  # blocks that no token of the group sees any more are not read
-        seen_from = jnp.where(positions < 0, last, positions - window + 1)
-        first = jnp.maximum(jnp.min(seen_from), 0) // block_k
-    state = _Softmax(
-        jnp.full((K, R, Q * G), -jnp.inf, jnp.float32),
-        jnp.zeros((K, R, Q * G), jnp.float32),
-        jnp.zeros((K, R, Q * G, H), jnp.float32),
-    )
-    state = lax.fori_loop(first, last // block_k + 1, block, state)
-    out = state.acc / jnp.where(state.l == 0.0, 1.0, state.l)[..., None]
-    return out.reshape(K, R, Q, G, H).transpose(1, 2, 0, 3, 4).astype(q.dtype)
-
-
-def _online_softmax(
-    state: _Softmax,
-    q: Float[Array, "K R q H"],
-    k: Float[Array, "K R s H"],
-    v: Float[Array, "K R s H"],
-    mask: Bool[Array, "R q s"],
-) -> _Softmax:
-    scores = jnp.einsum("krqh,krsh->krqs", q, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[None], scores, -jnp.inf)
-    m = jnp.maximum(state.m, jnp.max(scores, axis=-1))
-    finite_m = jnp.where(jnp.isneginf(m), 0.0, m)  # a row that has seen no key yet: exp(-inf - 0) = 0
-    p = jnp.exp(scores - finite_m[..., None])
-    correction = jnp.exp(state.m - finite_m)
-    v = jnp.where(mask.any(axis=1)[None, :, :, None], v, jnp.zeros_like(v))  # 0 * NaN is NaN: unwritten slots
-    pv = jnp.einsum("krqs,krsh->krqh", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return _Softmax(m, state.l * correction + jnp.sum(p, axis=-1), state.acc * correction[..., None] + pv)
-
-
-def _write_rows(out: jax.Array, rows: jax.Array, first: jax.Array, valid: jax.Array) -> jax.Array:
-    """Writes the valid ones of `rows` into `out` from index `first` on, leaving what lies under the others."""
-    old = lax.dynamic_slice_in_dim(out, first, rows.shape[0])
-    return lax.dynamic_update_slice_in_dim(out, jnp.where(valid[:, None, None, None], rows, old), first, axis=0)
+def _empty(*shape: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns m, l and acc before the first block."""
+    row = shape[:-1]
+    return jnp.full(row, MASK_VALUE, jnp.float32), jnp.zeros(row, jnp.float32), jnp.zeros(shape, jnp.float32)

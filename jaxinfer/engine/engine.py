@@ -1,0 +1,178 @@
+"""The engine: requests in, chunks out, one `step` at a time."""
+
+import dataclasses
+import secrets
+from collections.abc import Sequence as Ints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.admission import make_requests
+from jaxinfer.engine.memory import free_memory, plan_pages
+from jaxinfer.engine.outputs import CompletionChunk, RequestOutput
+from jaxinfer.engine.page_pool import PagePool
+from jaxinfer.engine.request import FinishReason
+from jaxinfer.engine.runner import CompileStats, ModelRunner, PendingStep, Progress, StepResult
+from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.sequence import Sequence
+from jaxinfer.loading import Model
+from jaxinfer.sampling.params import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """A snapshot of the engine."""
+
+    num_waiting: int
+    num_running: int
+    num_free_pages: int
+    num_used_pages: int
+    num_preemptions: int
+    num_steps: int
+    compile: CompileStats
+
+
+class Engine:
+    """Continuous batching over one model. Not thread-safe: one thread calls it (see `AsyncEngine`)."""
+
+    def __init__(self, model: Model, config: EngineConfig | None = None):
+        """Sizes the KV cache from the memory that is free and allocates it.
+
+        Raises:
+            ValueError: the cache cannot hold one request of `max_model_len` tokens.
+        """
+        self.model = model
+        self.config = config = config or EngineConfig()
+        device = jax.tree.leaves(model.params)[0].devices().pop()
+        itemsize = jnp.dtype(model.decoder.dtype).itemsize
+        num_pages, self.max_model_len = plan_pages(
+            model.config, config, itemsize, free_memory(device), device.platform == "cpu"
+        )
+        self.scheduler = Scheduler(config, PagePool(num_pages, config.page_size))
+        self.runner = ModelRunner(
+            dataclasses.replace(model.decoder, implementation=config.attention_implementation),
+            model.params, config, num_pages=num_pages, max_model_len=self.max_model_len,
+            stop_token_ids=frozenset(model.tokenizer.eos_token_ids),
+        )  # fmt: skip
+        self._seeds = np.random.default_rng(config.seed if config.seed is not None else secrets.randbits(64))
+        self._groups: dict[str, list[Sequence]] = {}  # by the user's request id, one entry a completion
+        self._sequences: dict[str, Sequence] = {}  # by the id of the engine's own request
+        self._pending: PendingStep | None = None
+        self._num_steps = 0
+
+    def warmup(self, progress: Progress | None = None) -> None:
+        """Compiles every step shape, so that none is compiled while requests run; `progress(done, total)`."""
+        self.runner.warmup(progress)
+
+    def add_request(
+        self, request_id: str, prompt: str | Ints[int], params: SamplingParams | None = None, *, priority: int = 0
+    ) -> None:
+        """Queues a prompt, given as text or token ids; params.n completions of it are generated.
+
+        Args:
+            request_id: any string that no unfinished request has.
+            prompt: text, to which the tokenizer adds BOS where the model wants it, or token ids taken as they are.
+            params: None takes the model's own defaults (generation_config.json).
+            priority: with the "priority" policy, lower goes first.
+
+        Raises:
+            ValueError: the prompt is empty, too long or holds an unknown token; a parameter does not fit the
+                model; the id is in use.
+        """
+        if request_id in self._groups:
+            raise ValueError(f"request id {request_id!r} is in use; choose another")
+        requests = make_requests(
+            self.model, request_id, prompt, params or self.model.default_sampling_params, priority,
+            self.max_model_len, self._seeds,
+        )  # fmt: skip
+        group = [Sequence(request_id, i, request, self.model.tokenizer) for i, request in enumerate(requests)]
+        self._groups[request_id] = group
+        for sequence in group:
+            self._sequences[sequence.request.request_id] = sequence
+            self.scheduler.add(sequence.request)
+
+    def step(self) -> list[CompletionChunk]:
+        """Runs the engine once and returns what was added to which completion.
+
+        With asynchronous scheduling the step enqueued here is read in the next call, so that the device has
+        work while the host handles the tokens of the step before.
+        """
+        scheduled = self.scheduler.schedule()
+        enqueued = None
+        if scheduled.rows:
+            for request in scheduled.admitted:
+                self.runner.install(request)
+            enqueued = self.runner.dispatch(scheduled)
+            self._num_steps += 1
+        if self.config.async_scheduling:
+            finished, self._pending = self._pending, enqueued
+        else:
+            finished = enqueued
+        if finished is not None:
+            return self._process(finished, self.runner.read(finished))
+        if enqueued is None and self.has_unfinished:
+            raise RuntimeError(f"no request can go on: {self.stats()}")
+        return []
+
+    def abort(self, request_id: str) -> list[CompletionChunk]:
+        """Ends a request now, wherever it is, and frees all it holds; unknown ids are ignored.
+
+        Returns the last chunks of its completions, finish_reason "abort".
+        """
+        chunks = []
+        for sequence in self._groups.get(request_id, ()):
+            if not sequence.request.is_finished:
+                self.scheduler.finish(sequence.request, FinishReason.ABORT)
+                if chunk := sequence.advance():
+                    chunks.append(chunk)
+                del self._sequences[sequence.request.request_id]
+        return chunks
+
+    def pop_output(self, request_id: str) -> RequestOutput:
+        """Returns the whole output of a finished request and forgets it."""
+        group = self._groups[request_id]
+        if any(not sequence.request.is_finished for sequence in group):
+            raise RuntimeError(f"request {request_id!r} has not finished")
+        del self._groups[request_id]
+        first = group[0].request
+        return RequestOutput(
+            request_id, first.prompt, list(first.prompt_token_ids),
+            first.prompt_logprobs if first.params.prompt_logprobs is not None else None,
+            [sequence.output() for sequence in group], first.metrics,
+        )  # fmt: skip
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return self.scheduler.has_unfinished
+
+    def stats(self) -> EngineStats:
+        """Returns counters of queues, pages and compilation."""
+        scheduler = self.scheduler
+        return EngineStats(
+            len(scheduler.waiting), len(scheduler.running), scheduler.pool.num_free, scheduler.pool.num_used,
+            scheduler.num_preemptions, self._num_steps, dataclasses.replace(self.runner.stats),
+        )  # fmt: skip
+
+    def _process(self, step: PendingStep, result: StepResult) -> list[CompletionChunk]:
+        for i, row in enumerate(step.scheduled.rows):
+            sequence = self._sequences.get(row.request.request_id)
+            if sequence is None:
+                continue  # ended while the step ran
+            if i in result.prompt_logprobs:
+                sequence.add_prompt_logprobs(result.prompt_logprobs[i], row.start)
+            if i in result.logprobs:
+                sequence.add_logprobs(result.logprobs[i], result.token_ids[i])
+        chunks = []
+        for request in self.scheduler.update(step.scheduled, result.token_ids):
+            sequence = self._sequences[request.request_id]
+            chunk = sequence.advance()
+            if sequence.stop_string is not None:
+                self.scheduler.finish(request, FinishReason.STOP)
+            if request.is_finished:
+                del self._sequences[request.request_id]
+            if chunk:
+                chunks.append(chunk)
+        return chunks

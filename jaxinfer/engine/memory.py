@@ -1,0 +1,75 @@
+"""How many KV pages fit, from what the device says is free."""
+
+import os
+from pathlib import Path
+
+import jax
+
+from jaxinfer.config import EngineConfig, ModelConfig
+
+CPU_CACHE_LIMIT = 1 << 30  # bytes taken by default on a machine whose memory is shared with everything else
+
+
+def free_memory(device: jax.Device) -> int:
+    """Returns the bytes that are free on the device, or in the host's memory for a CPU device."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        available = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+        return int(available.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
+    """Returns an upper estimate of a step's temporary memory: activations of a layer, logits of all rows."""
+    widest = 2 * model.intermediate_size + 4 * model.hidden_size + 2 * model.num_heads * model.head_dim
+    logits = 4 * config.max_num_seqs * model.vocab_size * 4
+    return config.max_num_batched_tokens * widest * max(itemsize, 4) + logits
+
+
+def plan_pages(
+    model: ModelConfig, config: EngineConfig, itemsize: int, free: int, is_cpu: bool
+) -> tuple[int, int]:
+    """Returns the number of pages, the null page included, and the longest request in tokens.
+
+    Never more pages than `max_num_seqs` requests of full length could use. Without `max_model_len` the length is
+    the model's own, or what the pages can hold where that is less.
+
+    Args:
+        model: shape of the model.
+        config: limits.
+        itemsize: bytes of a KV element.
+        free: bytes free after the weights are loaded.
+        is_cpu: whether memory is shared with the rest of the machine.
+
+    Raises:
+        ValueError: the pages cannot hold one request of `max_model_len` tokens.
+    """
+    limit = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ValueError(f"max_model_len={config.max_model_len} is more than the model's {limit} tokens")
+    wanted = config.max_model_len or limit
+    num_pages = config.num_pages
+    if num_pages is None:
+        page_bytes = config.page_size * model.kv_bytes_per_token(itemsize)
+        budget = int((free - workspace_bytes(model, config, itemsize)) * config.memory_fraction)
+        if is_cpu:
+            budget = min(budget, CPU_CACHE_LIMIT)
+        full = 1 + config.max_num_seqs * -(-wanted // config.page_size)
+        num_pages = min(full, budget // page_bytes)
+        if num_pages < 2:
+            raise ValueError(
+                f"no room for KV pages: {free / 2**20:.0f} MiB are free, one page of {config.page_size} tokens takes "
+                f"{page_bytes / 2**20:.1f} MiB beside a workspace of "
+                f"{workspace_bytes(model, config, itemsize) / 2**20:.0f} MiB; lower max_num_batched_tokens or "
+                "max_num_seqs, or set num_pages"
+            )
+    capacity = (num_pages - 1) * config.page_size
+    if config.max_model_len is not None and capacity < config.max_model_len:
+        raise ValueError(
+            f"the KV cache is too small for one request: {num_pages} pages hold {capacity} tokens, "
+            f"max_model_len is {config.max_model_len}; raise num_pages or memory_fraction, or lower max_model_len"
+        )
+    return num_pages, min(wanted, capacity)

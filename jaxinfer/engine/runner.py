@@ -1,0 +1,195 @@
+"""ModelRunner: owns parameters and device state, enqueues steps and reads their results."""
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.batch import BatchShape, Buckets, build_batch
+from jaxinfer.engine.request import Request
+from jaxinfer.engine.scheduler import ScheduledStep
+from jaxinfer.engine.scoring import ScoredTokens, Scorer
+from jaxinfer.engine.step import EngineState, StepOutput, model_step
+from jaxinfer.model.decoder import Decoder
+from jaxinfer.model.kv_cache import KVCache
+from jaxinfer.model.params import Params
+from jaxinfer.sampling.rows import build_row, needs_row
+from jaxinfer.sampling.state import init_state, install_row
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]  # done, total
+
+
+@dataclasses.dataclass
+class CompileStats:
+    """What compilation has cost so far."""
+
+    num_compiled: int = 0
+    num_after_warmup: int = 0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingStep:
+    """A step that the device has been given and the host has not read."""
+
+    scheduled: ScheduledStep
+    output: StepOutput
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """A step's tokens on the host, with scores for the rows that want them."""
+
+    token_ids: list[list[int]]  # per row; -1 where nothing was allowed to the row
+    logprobs: dict[int, ScoredTokens]  # by row
+    prompt_logprobs: dict[int, ScoredTokens]  # by row: of the prompt tokens that follow those of the step
+
+
+class ModelRunner:
+    """The device side of the engine: one jitted, donated step per batch shape."""
+
+    def __init__(
+        self, decoder: Decoder, params: Params, config: EngineConfig, *, num_pages: int, max_model_len: int,
+        stop_token_ids: frozenset[int],
+    ):  # fmt: skip
+        """Allocates the KV cache and the sampler state.
+
+        Args:
+            decoder: the model.
+            params: its parameters.
+            config: limits.
+            num_pages: pages of the cache, the null page included.
+            max_model_len: longest request in tokens.
+            stop_token_ids: the model's end-of-sequence tokens.
+        """
+        self.decoder = decoder
+        self.params = params
+        self.config = config
+        self.buckets = Buckets.of(config, max_model_len, _min_decode_rows(decoder))
+        self.stats = CompileStats()
+        self._stop_token_ids = stop_token_ids
+        self._dirty_slots: set[int] = set()
+        self._compiled: dict[BatchShape, Any] = {}
+        self._warm = False
+        self._masks: dict[int, jax.Array] = {}
+        self._scorer = Scorer(decoder, params)
+        vocab_size = decoder.config.vocab_size
+        self.state = EngineState(
+            cache=KVCache.init(decoder.config, num_pages, config.page_size, decoder.dtype),
+            sampler=init_state(config.max_num_seqs, vocab_size, stop_token_ids),
+            last_tokens=jnp.zeros(config.max_num_seqs, jnp.int32),
+        )
+        self._step = jax.jit(
+            functools.partial(model_step, decoder), static_argnums=(0, 1), donate_argnames=("state",)
+        )
+
+    def install(self, request: Request) -> None:
+        """Gives a request's slot the sampler row that its parameters need; nothing to do for most requests."""
+        assert request.slot is not None
+        if not needs_row(request.params) and request.slot not in self._dirty_slots:
+            return
+        row = build_row(
+            request.params, request.prompt_token_ids, request.output_token_ids, self._stop_token_ids,
+            request.banned_token_ids, self.decoder.config.vocab_size,
+        )  # fmt: skip
+        sampler = install_row(self.state.sampler, np.int32(request.slot), *row)
+        self.state = dataclasses.replace(self.state, sampler=sampler)
+        self._dirty_slots.add(request.slot)
+        if not needs_row(request.params):
+            self._dirty_slots.remove(request.slot)
+
+    def dispatch(self, scheduled: ScheduledStep) -> PendingStep:
+        """Enqueues a step and returns at once."""
+        shape = self.buckets.shape_for(scheduled)
+        ints, floats = build_batch(scheduled, shape, self.config.page_size)
+        step = self._compile(shape)
+        mask = self._token_mask(scheduled, shape.num_rows)
+        self.state, output = step(self.params, self.state, ints, floats, mask)
+        return PendingStep(scheduled, output)
+
+    def read(self, pending: PendingStep) -> StepResult:
+        """Waits for a step and returns its tokens."""
+        rows, hidden = pending.scheduled.rows, pending.output.hidden
+        token_ids = np.asarray(pending.output.token_ids)
+        result = StepResult([token_ids[: row.num_samples, s].tolist() for s, row in enumerate(rows)], {}, {})
+        begin = 0
+        for s, row in enumerate(rows):
+            request, end = row.request, begin + row.num_tokens
+            if request.params.logprobs is not None and (sampled := [t for t in result.token_ids[s] if t >= 0]):
+                steps = np.arange(len(sampled))
+                where = steps * hidden.shape[1] + s if hidden.ndim == 3 else np.full(1, end - 1)
+                result.logprobs[s] = self._scorer.score(hidden, where, np.asarray(sampled))
+            if row.wants_prompt_logprobs:
+                targets = np.asarray(request.prompt_token_ids[row.start + 1 : row.start + 1 + row.num_tokens])
+                where = np.arange(begin, begin + len(targets))
+                result.prompt_logprobs[s] = self._scorer.score(hidden, where, targets)
+            begin = end
+        return result
+
+    def warmup(self, progress: Progress | None = None) -> None:
+        """Compiles every batch shape, two at a time; any compilation after it is reported as a defect."""
+        shapes = self.buckets.all()
+        done = 0
+        with ThreadPoolExecutor(2) as pool:
+            for _ in pool.map(self._compile, shapes):
+                done += 1
+                if progress:
+                    progress(done, len(shapes))
+        self._scorer.warmup()
+        self._warm = True
+
+    def _compile(self, shape: BatchShape) -> Any:
+        if shape in self._compiled:
+            return self._compiled[shape]
+        start = time.perf_counter()
+        size = sum(int(np.prod(part, dtype=np.int64)) for part in shape.ints().values())
+        ints = jax.ShapeDtypeStruct((size,), jnp.int32)
+        floats = jax.ShapeDtypeStruct((7, shape.num_rows), jnp.float32)
+        words = -(-self.decoder.config.vocab_size // 32)
+        mask = jax.ShapeDtypeStruct((shape.num_rows, words), jnp.uint32)
+        lowered = self._step.lower(shape, self.config.decode_steps, self.params, self.state, ints, floats, mask)
+        self._compiled[shape] = compiled = lowered.compile()
+        seconds = time.perf_counter() - start
+        self.stats.num_compiled += 1
+        self.stats.seconds += seconds
+        if self._warm:
+            self.stats.num_after_warmup += 1
+            log.warning("compiled %s after warm-up in %.1f s: this shape was not foreseen", shape, seconds)
+        return compiled
+
+    def _token_mask(self, scheduled: ScheduledStep, num_rows: int) -> jax.Array | np.ndarray:
+        """Returns which tokens each row may sample; almost always all of them, from one array kept on the device."""
+        banned = {
+            s: tokens
+            for s, row in enumerate(scheduled.rows)
+            if row.request.needs_host_mask and (tokens := row.request.banned_next_tokens())
+        }
+        words = -(-self.decoder.config.vocab_size // 32)
+        if not banned:
+            if num_rows not in self._masks:
+                self._masks[num_rows] = jnp.full((num_rows, words), 0xFFFFFFFF, jnp.uint32)
+            return self._masks[num_rows]
+        return _mask_without(banned, num_rows, words)
+
+
+def _mask_without(banned: dict[int, Sequence[int]], num_rows: int, words: int) -> np.ndarray:
+    mask = np.full((num_rows, words), 0xFFFFFFFF, np.uint32)
+    for row, tokens in banned.items():
+        for token in tokens:
+            mask[row, token // 32] &= ~np.uint32(1 << (token % 32))
+    return mask
+
+
+def _min_decode_rows(decoder: Decoder) -> int:
+    """XLA's CPU dot with one row first converts a bfloat16 matrix to float32; from two rows on it does not."""
+    return 2 if jax.default_backend() == "cpu" and decoder.dtype == jnp.bfloat16 else 1

@@ -1,0 +1,114 @@
+"""`model_step`: parameters, state and batch in, tokens and state out; what the engine compiles.
+
+Both forms run the same decoder and sampler: `ragged_step` once over rows of any length, `decode_steps` in a
+loop over rows of one token, feeding each sampled token back without the host.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxinfer.engine.batch import BatchShape, StepBatch
+from jaxinfer.model.batch import decode_batch
+from jaxinfer.model.decoder import Decoder
+from jaxinfer.model.kv_cache import KVCache
+from jaxinfer.model.params import Params
+from jaxinfer.sampling.rows import ENDS_REQUEST
+from jaxinfer.sampling.sampler import SamplingRows, sample
+from jaxinfer.sampling.state import SamplerState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EngineState:
+    """What lives on the device between steps; donated to every step."""
+
+    cache: KVCache
+    sampler: SamplerState
+    last_tokens: jax.Array  # i32[R]  last sampled token of every slot
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """What comes out of a step; the hidden states stay on the device, for log-probabilities."""
+
+    token_ids: jax.Array  # i32[steps, S]  -1 where a row did not sample, or nothing was allowed to it
+    hidden: jax.Array  # f[T, D] of a ragged step; f[steps, S, D] of decode steps
+
+
+def model_step(
+    decoder: Decoder, shape: BatchShape, max_steps: int, params: Params, state: EngineState, ints: jax.Array,
+    floats: jax.Array, token_mask: jax.Array,
+) -> tuple[EngineState, StepOutput]:  # fmt: skip
+    """Runs a packed batch; jitted with the first three arguments static and the state donated."""
+    batch = StepBatch.unpack(ints, floats, shape)
+    if shape.is_decode:
+        return decode_steps(decoder, params, state, batch, token_mask, max_steps)
+    return ragged_step(decoder, params, state, batch, token_mask)
+
+
+def ragged_step(
+    decoder: Decoder, params: Params, state: EngineState, batch: StepBatch, token_mask: jax.Array
+) -> tuple[EngineState, StepOutput]:
+    """Runs one step over rows of any length."""
+    T, S = batch.tokens.token_ids.shape[0], batch.logits_indices.shape[0]
+    row = jnp.minimum(jnp.arange(T, dtype=jnp.int32), S - 1)  # decode rows come first: token t is row t
+    token_ids = _known_tokens(batch.tokens.token_ids, state.last_tokens, batch.sampling.slots[row])
+    tokens = dataclasses.replace(batch.tokens, token_ids=token_ids)
+    hidden, cache = decoder.apply({"params": params}, state.cache, tokens)
+    state = dataclasses.replace(state, cache=cache)
+    state, sampled, _ = _sample(decoder, params, state, hidden[batch.logits_indices], batch.sampling, token_mask)
+    return state, StepOutput(sampled[None], hidden)
+
+
+def decode_steps(
+    decoder: Decoder, params: Params, state: EngineState, batch: StepBatch, token_mask: jax.Array, max_steps: int
+) -> tuple[EngineState, StepOutput]:
+    """Runs up to `max_steps` decode steps, fewer when every row has its `num_samples` tokens or has stopped."""
+    S, D = batch.logits_indices.shape[0], decoder.config.hidden_size
+    page_size = state.cache.k_pages[0].shape[2]
+    first_positions = batch.tokens.positions
+    output = StepOutput(jnp.full((max_steps, S), -1, jnp.int32), jnp.zeros((max_steps, S, D), decoder.dtype))
+    token_ids = _known_tokens(batch.tokens.token_ids, state.last_tokens, batch.sampling.slots)
+
+    def is_active(step: jax.Array, stopped: jax.Array) -> jax.Array:
+        return ~stopped & (step < batch.num_samples)
+
+    def body(carry: tuple) -> tuple:
+        step, token_ids, stopped, state, output = carry
+        active = is_active(step, stopped)
+        tokens = decode_batch(token_ids, first_positions + step, batch.tokens.page_indices, active, page_size)
+        hidden, cache = decoder.apply({"params": params}, state.cache, tokens)
+        state = dataclasses.replace(state, cache=cache)
+        rows = dataclasses.replace(batch.sampling, positions=batch.sampling.positions + step, active=active)
+        state, sampled, now_stopped = _sample(decoder, params, state, hidden, rows, token_mask)
+        output = StepOutput(output.token_ids.at[step].set(sampled), output.hidden.at[step].set(hidden))
+        return step + 1, jnp.where(active, sampled, token_ids), stopped | now_stopped, state, output
+
+    def goes_on(carry: tuple) -> jax.Array:
+        return (carry[0] < max_steps) & is_active(carry[0], carry[2]).any()
+
+    carry = (jnp.int32(0), token_ids, jnp.zeros(S, bool), state, output)
+    _, _, _, state, output = lax.while_loop(goes_on, body, carry)
+    return state, output
+
+
+def _known_tokens(token_ids: jax.Array, last_tokens: jax.Array, slots: jax.Array) -> jax.Array:
+    return jnp.where(token_ids < 0, last_tokens[slots], token_ids)
+
+
+def _sample(
+    decoder: Decoder, params: Params, state: EngineState, hidden: jax.Array, rows: SamplingRows, token_mask: jax.Array
+) -> tuple[EngineState, jax.Array, jax.Array]:
+    """Returns the state, the token of each row (-1 for none) and whether the row has stopped."""
+    logits = decoder.apply({"params": params}, hidden, method="logits")
+    tokens, sampler, stopped = sample(logits, rows, state.sampler, token_mask)
+    assert sampler is not None
+    slots = jnp.where(rows.active, rows.slots, state.last_tokens.shape[0])  # out of range: dropped
+    last_tokens = state.last_tokens.at[slots].set(tokens, mode="drop")
+    ends = (sampler.flags[rows.slots, tokens] & ENDS_REQUEST) > 0
+    tokens = jnp.where(rows.active & ~(stopped & ~ends), tokens, -1)  # stopped for want of an allowed token
+    return EngineState(state.cache, sampler, last_tokens), tokens, stopped

@@ -1,0 +1,184 @@
+"""`load`: a model's name or path to its configuration, parameters and tokenizer."""
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from checkpoints import orbax_io
+from checkpoints.gguf_io import GGUFFile
+from checkpoints.hub import resolve
+from checkpoints.load import Target, load_tree
+from checkpoints.safetensors_io import SafetensorsSource
+from jaxinfer.config import ModelConfig, RopeScaling
+from jaxinfer.model.decoder import Decoder
+from jaxinfer.model.families import config_from_gguf, config_from_hf
+from jaxinfer.model.params import Params, abstract_params
+from jaxinfer.model.weight_names import IGNORED, gguf_name, gguf_transform, hf_name, parameter_paths
+from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.tokenizer import Tokenizer
+from sharding import AxisRules, tree_shardings
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model in memory.
+
+    Attributes:
+        config: its shape and options.
+        decoder: the linen module; `decoder.apply({"params": params}, cache, batch)`.
+        params: nested dict of arrays.
+        tokenizer: text to ids and back, and the chat template.
+        default_sampling_params: what the model's authors recommend (generation_config.json), or ours.
+    """
+
+    config: ModelConfig
+    decoder: Decoder
+    params: Params
+    tokenizer: Tokenizer
+    default_sampling_params: SamplingParams
+
+    def save(self, path: str | Path) -> None:
+        """Writes the model as an Orbax directory that `load` reads back; needs `jaxinfer[orbax]`.
+
+        Raises:
+            ValueError: the path exists, or Orbax is not installed.
+        """
+        sampling = self.default_sampling_params
+        config = {
+            "model": dataclasses.asdict(self.config),
+            "sampling": {name: getattr(sampling, name) for name in SAMPLING_DEFAULTS},
+            "dtype": jnp.dtype(self.decoder.dtype).name,
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            files = self.tokenizer.save(folder)
+            orbax_io.save(path, self.params, config, files)
+
+
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+
+
+def load(
+    model: str | Path,
+    *,
+    dtype: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    rules: AxisRules | None = None,
+    progress: Progress | None = None,
+    load_progress: Progress | None = None,
+) -> Model:
+    """Returns a model, its weights read tensor by tensor straight onto their devices.
+
+    Args:
+        model: a known name ("smollm2-135m"), the path of a GGUF file, a Hugging Face directory or a directory
+            made by `Model.save`, or a hub id. Known names and hub ids are downloaded when they are not cached.
+        dtype: "float32", "bfloat16" or "float16" for weights, activations and KV cache; None takes float32 on
+            CPU, where half precision gains nothing, and bfloat16 elsewhere.
+        mesh: shards the weights over its devices by `rules`; None puts them on the default device.
+        rules: logical axes to mesh axes; None takes the defaults of `AxisRules`.
+        progress: called with bytes done and in all during a download.
+        load_progress: the same while the weights are read.
+
+    Raises:
+        ValueError: the model is unknown, damaged, of an unsupported architecture or has unsupported options.
+    """
+    path = resolve(str(model), progress=progress)
+    jax_dtype = _dtype(dtype)
+
+    def shardings(config: ModelConfig) -> tuple[Params, Any]:
+        abstract, axes = abstract_params(config, jax_dtype)
+        return abstract, None if mesh is None else tree_shardings(abstract, axes, mesh, rules or AxisRules())
+
+    if path.is_file() and path.suffix == ".safetensors":
+        raise ValueError(f"{path} is a weight file alone; give the directory with its config.json and tokenizer.json")
+    if path.is_file():
+        return _load_gguf(path, jax_dtype, shardings, load_progress)
+    if orbax_io.is_checkpoint(path):
+        return _load_orbax(path, jax_dtype, shardings)
+    return _load_hf(path, jax_dtype, shardings, load_progress)
+
+
+_Shardings = Callable[[ModelConfig], tuple[Params, Any]]
+
+
+def _load_gguf(path: Path, dtype: Any, shardings: _Shardings, progress: Progress | None) -> Model:
+    with GGUFFile(path) as file:
+        names = frozenset(file.names())
+        factors = tuple(file.read("rope_freqs.weight").tolist()) if "rope_freqs.weight" in names else ()
+        config = config_from_gguf(file.metadata, names, factors)
+        tokenizer = Tokenizer.from_gguf(file.metadata)
+        abstract, placements = shardings(config)
+        plan = {
+            gguf_name(leaf): Target(leaf, gguf_transform(config, leaf)) for leaf in parameter_paths(abstract)
+        }
+        params = load_tree(file, plan, abstract, ignore=IGNORED, shardings=placements, progress=progress)
+    return Model(config, Decoder(config, dtype), params, tokenizer, SamplingParams())
+
+
+def _load_hf(path: Path, dtype: Any, shardings: _Shardings, progress: Progress | None) -> Model:
+    config = config_from_hf(_read_json(path / "config.json"))
+    tokenizer = Tokenizer.from_directory(path)
+    abstract, placements = shardings(config)
+    ignored = [*IGNORED, r"lm_head\.weight"] if config.tie_word_embeddings else IGNORED
+    with SafetensorsSource(path) as source:
+        plan = {hf_name(leaf): Target(leaf) for leaf in parameter_paths(abstract)}
+        params = load_tree(source, plan, abstract, ignore=ignored, shardings=placements, progress=progress)
+    generation = path / "generation_config.json"
+    sampling = _default_sampling(_read_json(generation)) if generation.is_file() else SamplingParams()
+    return Model(config, Decoder(config, dtype), params, tokenizer, sampling)
+
+
+def _load_orbax(path: Path, dtype: Any, shardings: _Shardings) -> Model:
+    stored = orbax_io.read_config(path)
+    try:
+        options = dict(stored["model"])
+        if options["rope_scaling"]:
+            scaling = options["rope_scaling"]
+            options["rope_scaling"] = RopeScaling(**scaling | {"factors": tuple(scaling["factors"])})
+        for name in ("layer_windows", "layer_rope"):
+            options[name] = tuple(options[name])
+        config, sampling = ModelConfig(**options), SamplingParams.from_dict(stored["sampling"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: jaxinfer.json does not describe a model ({error!r}); save the model again") from error
+    tokenizer = Tokenizer.from_directory(path)
+    abstract, placements = shardings(config)
+    params = orbax_io.restore(path, abstract, placements)
+    return Model(config, Decoder(config, dtype), params, tokenizer, sampling)
+
+
+def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:
+    """The authors' recommendation, as vLLM reads it; `do_sample: false` means greedy."""
+    given = {name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        given["temperature"] = 0.0
+    return SamplingParams.from_dict(given)
+
+
+def _dtype(name: str | None) -> Any:
+    if name is None:
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)} or None, got {name!r}")
+    return jnp.dtype(name)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(
+            f"{path.parent} holds no {path.name}: wanted a GGUF file, a Hugging Face directory or one made by Model.save"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}; download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
