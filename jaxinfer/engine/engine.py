@@ -130,10 +130,14 @@ class Engine:
                 del self._sequences[sequence.request.request_id]
         return chunks
 
+    def is_finished(self, request_id: str) -> bool:
+        """Returns whether all completions of a request have ended."""
+        return all(sequence.request.is_finished for sequence in self._groups[request_id])
+
     def pop_output(self, request_id: str) -> RequestOutput:
         """Returns the whole output of a finished request and forgets it."""
         group = self._groups[request_id]
-        if any(not sequence.request.is_finished for sequence in group):
+        if not self.is_finished(request_id):
             raise RuntimeError(f"request {request_id!r} has not finished")
         del self._groups[request_id]
         first = group[0].request
@@ -142,6 +146,11 @@ class Engine:
             first.prompt_logprobs if first.params.prompt_logprobs is not None else None,
             [sequence.output() for sequence in group], first.metrics,
         )  # fmt: skip
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do: unfinished requests, or a step that has not been read."""
+        return self.has_unfinished or self._pending is not None
 
     @property
     def has_unfinished(self) -> bool:

@@ -20,6 +20,7 @@ class Sequence:
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
             stop=params.stop,
+            stop_from=params.min_tokens,
             include_stop_str_in_output=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             continuation=True,

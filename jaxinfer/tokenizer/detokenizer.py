@@ -17,6 +17,7 @@ class IncrementalDetokenizer:
     Args:
         tokenizer: The model's tokenizer.
         stop: Strings that end the output. Special tokens take part only with skip_special_tokens=False.
+        stop_from: Number of tokens whose text is not searched for stop strings.
         include_stop_str_in_output: Keep the stop string at the end of the text.
         skip_special_tokens: Leave out tokens such as "<|im_end|>".
         continuation: The ids continue an earlier text, so a leading space is kept.
@@ -30,6 +31,7 @@ class IncrementalDetokenizer:
         tokenizer: Tokenizer,
         *,
         stop: Sequence[str] = (),
+        stop_from: int = 0,
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         continuation: bool = False,
@@ -39,6 +41,7 @@ class IncrementalDetokenizer:
         self._strip_space = tokenizer.strips_leading_space and not continuation
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matcher = StopMatcher(stop, include_in_output=include_stop_str_in_output)
+        self._stop_from = stop_from
         self._emitted: list[str] = []
         self._num_tokens = 0
         self._stop_token_index: int | None = None
@@ -89,7 +92,9 @@ class IncrementalDetokenizer:
         if self._strip_space and data:
             data = data.removeprefix(b" ")
             self._strip_space = False
-        text = self._matcher.push(self._decoder.decode(data, final))
+        text = self._decoder.decode(data, final)
+        if final or self._num_tokens >= self._stop_from:
+            text = self._matcher.push(text)
         if self.stopped is not None and self._stop_token_index is None:
             self._stop_token_index = max(self._num_tokens - 1, 0) if final else self._num_tokens
         return text

@@ -1,5 +1,6 @@
 """Text to token ids and back."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -50,12 +51,13 @@ class Tokenizer:
                 "add_eos=True wants an entry in eos_token_ids, got none; pass one or add_eos=False"
             )
         self._backend = backend
+        self._special_tokens = dict(special_tokens or {})
         self._token_bytes = TokenBytes(backend)
         self._bos_token_id = bos_token_id
         self._eos_token_ids = tuple(eos_token_ids)
         self._prefix = [bos_token_id] if add_bos and bos_token_id is not None else []
         self._suffix = [self._eos_token_ids[0]] if add_eos else []
-        self._chat_template = ChatTemplate(chat_template, special_tokens or {}) if chat_template else None
+        self._chat_template = ChatTemplate(chat_template, self._special_tokens) if chat_template else None
         for token_id in {*self._prefix, *self._eos_token_ids}:
             self._token_bytes.token(token_id)
 
@@ -91,6 +93,23 @@ class Tokenizer:
             add_eos=parts.add_eos,
             special_tokens=parts.special_tokens,
         )
+
+    def save(self, path: str | Path) -> list[Path]:
+        """Writes the files from which `from_directory` makes this tokenizer again, and returns their paths."""
+        directory = Path(path)
+        settings = dict(self._special_tokens) | {
+            "add_bos_token": bool(self._prefix),
+            "add_eos_token": bool(self._suffix),
+            "chat_template": self.chat_template,
+        }
+        files = {
+            "tokenizer.json": self._backend.to_str(),
+            "tokenizer_config.json": json.dumps(settings, ensure_ascii=False, indent=2),
+            "generation_config.json": json.dumps({"eos_token_id": list(self._eos_token_ids)}),
+        }
+        for name, text in files.items():
+            (directory / name).write_text(text, encoding="utf-8")
+        return [directory / name for name in files]
 
     @property
     def vocab_size(self) -> int:

@@ -1,0 +1,205 @@
+"""LLM: the offline interface, prompts in and outputs out."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.compile_cache import enable_compile_cache
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.engine import Engine, EngineStats
+from jaxinfer.engine.outputs import CompletionChunk, RequestOutput
+from jaxinfer.loading import Model, load
+from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+Progress = Callable[[int, int], None]
+
+
+class LLM:
+    """A model and its engine.
+
+    Example:
+        >>> llm = LLM("smollm2-135m")
+        >>> [output] = llm.generate(["The capital of France is"], SamplingParams(temperature=0))
+        >>> output.outputs[0].text
+    """
+
+    def __init__(
+        self, model: str | Path | Model, *, dtype: str | None = None, compile_cache: bool = True,
+        progress: Progress | None = None, **engine_options: Any,
+    ):  # fmt: skip
+        """Loads the model and allocates the KV cache; steps are compiled when they first occur, or by `warmup`.
+
+        Args:
+            model: what `load` accepts, or a loaded model.
+            dtype: see `load`; only for a model that is yet to be loaded.
+            compile_cache: keep compiled steps on disk, so that the next start need not compile them.
+            progress: called with bytes done and in all during a download.
+            **engine_options: fields of `EngineConfig`.
+
+        Raises:
+            ValueError: an option is unknown or out of range, or see `load` and `Engine`.
+        """
+        config = _engine_config(engine_options)
+        if compile_cache:
+            enable_compile_cache()
+        if isinstance(model, Model):
+            if dtype is not None:
+                raise ValueError("dtype goes to load() when the model is already loaded")
+        else:
+            model = load(model, dtype=dtype, progress=progress)
+        self.model = model
+        self.engine = Engine(model, config)
+        self._ids = itertools.count()
+        self._inboxes: dict[str, list[CompletionChunk]] = {}  # of open streams: another call may run their steps
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.model.tokenizer
+
+    def warmup(self, progress: Progress | None = None) -> None:
+        """Compiles every step shape now; `progress(done, total)`."""
+        self.engine.warmup(progress)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Returns the outputs of the prompts, in their order; all run at once, as far as the engine's limits allow.
+
+        Args:
+            prompts: one prompt or several, each text or token ids.
+            sampling_params: for all prompts or one each; None takes the model's defaults.
+            priority: one a prompt, lower first; needs `policy="priority"`.
+            progress: called with the number of finished prompts and of all.
+
+        Raises:
+            ValueError: a prompt or parameter is not valid; then none of the prompts has run.
+        """
+        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)  # pyright: ignore[reportAssignmentType]
+        params = _per_prompt("sampling_params", sampling_params, len(prompts))
+        if priority is not None and self.engine.config.policy != "priority":
+            raise ValueError('priority needs LLM(..., policy="priority")')
+        priorities = [0] * len(prompts) if priority is None else _per_prompt("priority", priority, len(prompts))
+        ids = [f"llm-{next(self._ids)}" for _ in prompts]
+        open_ids: set[str] = set()
+        try:
+            for request_id, prompt, param, level in zip(ids, prompts, params, priorities):
+                self.engine.add_request(request_id, prompt, param, priority=level)
+                open_ids.add(request_id)
+            outputs: dict[str, RequestOutput] = {}
+            while open_ids:
+                for request_id in self._finished(self._step(), open_ids):
+                    outputs[request_id] = self.engine.pop_output(request_id)
+                    open_ids.remove(request_id)
+                    if progress:
+                        progress(len(outputs), len(ids))
+        finally:  # an error or Ctrl-C: nothing is left behind in the engine
+            self._discard(open_ids)
+        return [outputs[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Returns the answers to one conversation or several, rendered by the model's chat template.
+
+        Args:
+            messages: {"role": ..., "content": ...} entries, oldest first; or a list of such conversations.
+            sampling_params: as for `generate`.
+            tools: JSON schemas of functions, for templates that know them.
+            **template_options: further variables of the template.
+
+        Raises:
+            ValueError: the model has no chat template, or a message is malformed.
+        """
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self.tokenizer.apply_chat_template(one, tools=tools, **template_options)  # pyright: ignore[reportArgumentType]
+            for one in conversations
+        ]
+        return self.generate(prompts, sampling_params)
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[CompletionChunk]:
+        """Yields the output of one prompt, or of one conversation, piece by piece.
+
+        The texts of the chunks joined are the text that `generate` returns. Closing the iterator, or breaking out
+        of its loop, aborts the request.
+        """
+        text = self.tokenizer.apply_chat_template(prompt) if _is_conversation(prompt) else prompt  # pyright: ignore[reportArgumentType]
+        request_id = f"llm-{next(self._ids)}"
+        self.engine.add_request(request_id, text, sampling_params)  # pyright: ignore[reportArgumentType]
+        self._inboxes[request_id] = []
+        stream = self._stream(request_id)
+        next(stream)  # started: dropping the iterator unread aborts the request as well
+        return stream  # pyright: ignore[reportReturnType]
+
+    def stats(self) -> EngineStats:
+        """Returns counters of queues, pages and compilation."""
+        return self.engine.stats()
+
+    def _stream(self, request_id: str) -> Iterator[CompletionChunk | None]:
+        try:
+            yield None
+            while not self.engine.is_finished(request_id) or self._inboxes[request_id]:
+                if not self._inboxes[request_id]:
+                    self._step()
+                chunks, self._inboxes[request_id] = self._inboxes[request_id], []
+                yield from chunks
+        finally:
+            del self._inboxes[request_id]
+            self._discard({request_id})
+
+    def _step(self) -> list[CompletionChunk]:
+        chunks = self.engine.step()
+        for chunk in chunks:
+            if chunk.request_id in self._inboxes:
+                self._inboxes[chunk.request_id].append(chunk)
+        return chunks
+
+    def _finished(self, chunks: Sequence[CompletionChunk], open_ids: set[str]) -> list[str]:
+        candidates = dict.fromkeys(chunk.request_id for chunk in chunks if chunk.finish_reason is not None)
+        return [i for i in candidates if i in open_ids and self.engine.is_finished(i)]
+
+    def _discard(self, request_ids: set[str]) -> None:
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+            self.engine.pop_output(request_id)
+
+
+def _engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    known = EngineConfig.__dataclass_fields__
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ValueError(f"unknown option {', '.join(unknown)}; LLM takes {', '.join(known)}")
+    return EngineConfig(**options)
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{name} must be one for all or one for each of the {count} prompts, got {len(value)}")
+    return list(value)
