@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.sampling import SamplingParams
-from jaxinfer.sampling.rows import build_row, needs_row, needs_state
+from jaxinfer.sampling.rows import build_row, needs_row, needs_state, uses_penalties
 from jaxinfer.sampling.sampler import make_rows, sample
 from jaxinfer.sampling.state import SamplerState, init_state, install_row
 from tests.jaxinfer.sampling import reference
@@ -66,6 +66,9 @@ def test_mixture_equals_each_row_alone():
         token, alone, _ = run(padded, one(params, slot=2, position=13, seed=i, num_rows=4), alone)
         assert token[0] == tokens[i], params
         np.testing.assert_array_equal(alone.output_counts[2], new.output_counts[i])
+        assert (
+            (new.output_counts[i].sum() == 4) if uses_penalties(params) else (not new.output_counts[i].any())
+        )
         single, _, _ = run(x[i : i + 1], one(params, slot=i, position=13, seed=i), state)
         assert single[0] == tokens[i], params
 

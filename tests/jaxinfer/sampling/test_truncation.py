@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.sampling.threshold import largest_threshold, masses, ordered, unordered
-from jaxinfer.sampling.truncation import truncate
+from jaxinfer.sampling.truncation import top_threshold, truncate
 from tests.jaxinfer.sampling import reference
 
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
@@ -112,3 +112,14 @@ def test_masses_are_probabilities(logits):
     assert ((total >= 2**30 * 0.999) & (total < 2**32)).all()
     want = np.array([reference.softmax(row) for row in y])
     np.testing.assert_allclose(got / total, want, atol=2e-9, rtol=1e-6)
+
+
+def test_top_p_stops_at_exactly_its_mass(monkeypatch):
+    y = jnp.asarray([[0, -1, -2, -3]] * 4, jnp.float32)
+    units = jnp.asarray([[4, 2, 1, 1]] * 4, jnp.uint32)
+    for num_candidates in (128, 1):
+        monkeypatch.setattr("jaxinfer.sampling.truncation.NUM_CANDIDATES", num_candidates)
+        got = top_threshold(
+            y, units, jnp.zeros(4, jnp.int32), jnp.asarray([0.5, 0.51, 0.75, 0.9], jnp.float32)
+        )
+        np.testing.assert_array_equal(got, np.float32([0, -1, -1, -3]))
