@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from checkpoints.safetensors_io import DTYPES, SafetensorsSource
+from checkpoints.safetensors_io import SafetensorsSource
 from checkpoints.sources import open_source
 
 INDEX = "model.safetensors.index.json"
@@ -49,11 +49,10 @@ def test_sharded_directory(sharded):
         arrays = {name: source.read(name) for name in wanted}
     for name, array in wanted.items():  # still valid after close
         assert arrays[name].dtype == array.dtype
-        assert not arrays[name].flags.writeable
         np.testing.assert_array_equal(arrays[name], array)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", ml_dtypes.bfloat16, "int64", "int8", "uint8"])
 def test_every_dtype(tmp_path, rng, dtype):
     array = (rng.standard_normal((3, 5)) * 10).clip(1, 10).astype(dtype)
     path = tmp_path / "model.safetensors"
@@ -128,32 +127,35 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
 @pytest.mark.parametrize(
-    ("header", "message"),
+    "header",
     [
-        (b"not json", "header is not JSON"),
-        (b"\xff\xff", "header is not JSON"),
-        (b"[" * 100_000, "header is not JSON"),
-        ([], "is a JSON list, wanted an object"),
-        ({"x": 3}, "wanted dtype, shape and data_offsets, got 3"),
-        ({"x": ENTRY | {"dtype": "F4"}}, "type 'F4', supported are F64"),
-        ({"x": ENTRY | {"shape": [-2]}}, "wanted whole numbers"),
-        ({"x": ENTRY | {"shape": [2.0]}}, "wanted whole numbers"),
-        ({"x": ENTRY | {"shape": [3]}}, r"\[3\] F32 wants 12 bytes, got 8"),
-        ({"x": ENTRY | {"shape": [2**40, 2**40]}}, "wants .* bytes, got 8"),
-        ({"x": ENTRY | {"data_offsets": [8, 16]}}, "truncated"),
-        ({"x": ENTRY | {"data_offsets": [8]}}, "wanted dtype, shape and data_offsets"),
-        ({"x": ENTRY | {"dtype": []}}, r"type \[\], supported"),
+        b"not json",
+        b"[" * 100_000,
+        [],
+        {"x": 3},
+        {"x": ENTRY | {"dtype": "F4"}},
+        {"x": ENTRY | {"shape": [-2]}},
+        {"x": ENTRY | {"shape": [3]}},
+        {"x": ENTRY | {"shape": [2**40, 2**40]}},
+        {"x": ENTRY | {"data_offsets": [8, 16]}},
+        {"x": ENTRY | {"data_offsets": [8]}},
     ],
 )
-def test_bad_headers(tmp_path, header, message):
+def test_bad_headers(tmp_path, header):
     write_raw(tmp_path / "x.safetensors", header, bytes(8))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"x\.safetensors: truncated, damaged or not safetensors .*download it again"):
         SafetensorsSource(tmp_path / "x.safetensors")
+
+
+def test_a_type_that_numpy_lacks_is_refused(tmp_path):
+    write_raw(tmp_path / "x.safetensors", {"x": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}, bytes(2))
+    with pytest.raises(ValueError, match="'x' of type F8_E4M3 cannot be read as a NumPy array"):
+        SafetensorsSource(tmp_path / "x.safetensors").read("x")
 
 
 def test_huge_header_length_and_empty_directory(tmp_path):
     (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", 2**60) + b"{}")
-    with pytest.raises(ValueError, match="header claims"):
+    with pytest.raises(ValueError, match="damaged"):
         SafetensorsSource(tmp_path / "x.safetensors")
     with pytest.raises(
         ValueError, match=r"wanted model.safetensors or model.safetensors.index.json.*got neither"
