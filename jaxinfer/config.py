@@ -120,7 +120,7 @@ class EngineConfig:
     num_pages: int | None = None
     memory_fraction: float = 0.5
     policy: Literal["fcfs", "priority"] = "fcfs"
-    decode_steps: int = 8
+    decode_steps: int = 4
     async_scheduling: bool = True
     seed: int | None = None
     attention_implementation: str | None = None

@@ -108,11 +108,17 @@ class Buckets:
     def shape_for(self, step: ScheduledStep) -> BatchShape:
         """Returns the smallest shape that holds the step."""
         rows = len(step.rows)
-        if step.is_decode:
-            size = _round_up(rows, self.decode_rows)
-            return BatchShape(size, size, self.pages_per_row, True)
-        tokens = _round_up(step.num_tokens, self.ragged_tokens)
-        return BatchShape(tokens, _round_up(rows, self.ragged_rows), self.pages_per_row, False)
+        return self.decode(rows) if step.is_decode else self.ragged(step.num_tokens, rows)
+
+    def decode(self, num_rows: int) -> BatchShape:
+        """Returns the shape of decode steps of so many rows."""
+        size = _round_up(num_rows, self.decode_rows)
+        return BatchShape(size, size, self.pages_per_row, True)
+
+    def ragged(self, num_tokens: int, num_rows: int) -> BatchShape:
+        """Returns the shape of a ragged step of so many tokens in so many rows."""
+        tokens, rows = _round_up(num_tokens, self.ragged_tokens), _round_up(num_rows, self.ragged_rows)
+        return BatchShape(tokens, rows, self.pages_per_row, False)
 
 
 def build_batch(step: ScheduledStep, shape: BatchShape, page_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -137,16 +137,17 @@ class ModelRunner:
         return result
 
     def warmup(self, progress: Progress | None = None) -> None:
-        """Compiles every batch shape, two at a time; any compilation after it is reported as a defect."""
-        shapes = self.buckets.all()
-        done = 0
-        with ThreadPoolExecutor(2) as pool:
-            for _ in pool.map(self._compile, shapes):
-                done += 1
-                if progress:
-                    progress(done, len(shapes))
+        """Compiles every batch shape; any compilation after it is reported as a defect."""
+        self.compile(self.buckets.all(), progress)
         self._scorer.warmup()
         self._warm = True
+
+    def compile(self, shapes: Sequence[BatchShape], progress: Progress | None = None) -> None:
+        """Compiles the given shapes, two at a time (XLA compiles outside Python's lock)."""
+        with ThreadPoolExecutor(2) as pool:
+            for done, _ in enumerate(pool.map(self._compile, shapes), 1):
+                if progress:
+                    progress(done, len(shapes))
 
     def _compile(self, shape: BatchShape) -> Any:
         if shape in self._compiled:
