@@ -8,7 +8,7 @@ import pytest
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.sampling.params import SamplingParams
-from tests.jaxinfer.engine.conftest import MAX_LEN
+from tests.jaxinfer.conftest import MAX_LEN
 
 BASE = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": MAX_LEN, "decode_steps": 4}
 CONFIGS = {
