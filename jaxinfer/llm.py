@@ -1,6 +1,7 @@
 """LLM: the offline interface, prompts in and outputs out."""
 
 import itertools
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from jaxinfer.compile_cache import enable_compile_cache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine, EngineStats
 from jaxinfer.engine.outputs import CompletionChunk, RequestOutput
+from jaxinfer.interrupts import interrupts_deferred
 from jaxinfer.loading import Model, load
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
@@ -165,10 +167,11 @@ class LLM:
             self._discard({request_id})
 
     def _step(self) -> list[CompletionChunk]:
-        chunks = self.engine.step()
-        for chunk in chunks:
-            if chunk.request_id in self._inboxes:
-                self._inboxes[chunk.request_id].append(chunk)
+        with interrupts_deferred():
+            chunks = self.engine.step()
+            for chunk in chunks:
+                if chunk.request_id in self._inboxes:
+                    self._inboxes[chunk.request_id].append(chunk)
         return chunks
 
     def _finished(self, chunks: Sequence[CompletionChunk], open_ids: set[str]) -> list[str]:
@@ -190,7 +193,7 @@ def _engine_config(options: Mapping[str, Any]) -> EngineConfig:
 
 
 def _is_one_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral))
 
 
 def _is_conversation(prompt: Any) -> bool:

@@ -41,11 +41,18 @@ class Engine:
         """Sizes the KV cache from the memory that is free and allocates it.
 
         Raises:
-            ValueError: the cache cannot hold one request of `max_model_len` tokens.
+            ValueError: the cache cannot hold one request of `max_model_len` tokens, or the model lies on several
+                devices.
         """
         self.model = model
         self.config = config = config or EngineConfig()
-        device = jax.tree.leaves(model.params)[0].devices().pop()
+        devices = jax.tree.leaves(model.params)[0].devices()
+        if len(devices) > 1:
+            raise ValueError(
+                f"the engine runs on one device so far, the model lies on {len(devices)}: load it without a mesh, or use "
+                "jaxinfer.generate, which works on any mesh"
+            )
+        [device] = devices
         itemsize = jnp.dtype(model.decoder.dtype).itemsize
         num_pages, self.max_model_len = plan_pages(
             model.config, config, itemsize, free_memory(device), device.platform == "cpu"

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -183,3 +185,23 @@ def test_compilation_after_warmup_is_reported(model, caplog):
     engine.runner.compile([shape])
     assert engine.stats().compile.num_after_warmup == 1
     assert "after warm-up" in caplog.text
+
+
+def test_ctrl_c_ends_a_generate_and_not_the_engine(llm, monkeypatch):
+    wanted = texts(llm.generate("hello", GREEDY))
+    step = llm.engine.step
+
+    def interrupted_step():
+        chunks = step()
+        if chunks:
+            os.kill(os.getpid(), signal.SIGINT)
+            sum(range(100_000))  # the signal arrives here, in the middle, and is held back
+        return chunks
+
+    monkeypatch.setattr(llm.engine, "step", interrupted_step)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["hello", "there"], GREEDY)
+    monkeypatch.undo()
+    assert not llm.engine.has_unfinished
+    llm.engine.scheduler.check_integrity()
+    assert texts(llm.generate("hello", GREEDY)) == wanted
