@@ -102,7 +102,7 @@ def load(
     if path.is_file():
         return _load_gguf(path, jax_dtype, shardings, load_progress)
     if orbax_io.is_checkpoint(path):
-        return _load_orbax(path, jax_dtype, shardings)
+        return _load_orbax(path, jax_dtype, shardings, load_progress)
     return _load_hf(path, jax_dtype, shardings, load_progress)
 
 
@@ -116,9 +116,7 @@ def _load_gguf(path: Path, dtype: Any, shardings: _Shardings, progress: Progress
         config = config_from_gguf(file.metadata, names, factors)
         tokenizer = Tokenizer.from_gguf(file.metadata)
         abstract, placements = shardings(config)
-        plan = {
-            gguf_name(leaf): Target(leaf, gguf_transform(config, leaf)) for leaf in parameter_paths(abstract)
-        }
+        plan = {gguf_name(leaf): Target(leaf, gguf_transform(config, leaf)) for leaf in parameter_paths(abstract)}
         params = load_tree(file, plan, abstract, ignore=IGNORED, shardings=placements, progress=progress)
     return Model(config, Decoder(config, dtype), params, tokenizer, SamplingParams())
 
@@ -126,17 +124,34 @@ def _load_gguf(path: Path, dtype: Any, shardings: _Shardings, progress: Progress
 def _load_hf(path: Path, dtype: Any, shardings: _Shardings, progress: Progress | None) -> Model:
     config = config_from_hf(_read_json(path / "config.json"))
     tokenizer = Tokenizer.from_directory(path)
-    abstract, placements = shardings(config)
-    ignored = [*IGNORED, r"lm_head\.weight"] if config.tie_word_embeddings else IGNORED
-    with SafetensorsSource(path) as source:
-        plan = {hf_name(leaf): Target(leaf) for leaf in parameter_paths(abstract)}
-        params = load_tree(source, plan, abstract, ignore=ignored, shardings=placements, progress=progress)
+    params = load_hf_params(path, config, *shardings(config), progress)
     generation = path / "generation_config.json"
     sampling = _default_sampling(_read_json(generation)) if generation.is_file() else SamplingParams()
     return Model(config, Decoder(config, dtype), params, tokenizer, sampling)
 
 
-def _load_orbax(path: Path, dtype: Any, shardings: _Shardings) -> Model:
+def load_hf_params(
+    path: Path, config: ModelConfig, abstract: Params, shardings: Any = None, progress: Progress | None = None
+) -> Params:
+    """Returns the parameters in the safetensors files of a Hugging Face directory, which needs no tokenizer.
+
+    Args:
+        path: the directory.
+        config: what `config_from_hf` made of its config.json.
+        abstract: shapes and dtypes wanted, from `abstract_params`.
+        shardings: a tree of the same form, or None for the default device.
+        progress: called with bytes done and in all.
+
+    Raises:
+        ValueError: the files are damaged, or do not hold exactly the model's tensors in the right shapes.
+    """
+    ignored = [*IGNORED, r"lm_head\.weight"] if config.tie_word_embeddings else IGNORED
+    with SafetensorsSource(path) as source:
+        plan = {hf_name(leaf): Target(leaf) for leaf in parameter_paths(abstract)}
+        return load_tree(source, plan, abstract, ignore=ignored, shardings=shardings, progress=progress)
+
+
+def _load_orbax(path: Path, dtype: Any, shardings: _Shardings, progress: Progress | None) -> Model:
     stored = orbax_io.read_config(path)
     try:
         options = dict(stored["model"])
@@ -147,10 +162,15 @@ def _load_orbax(path: Path, dtype: Any, shardings: _Shardings) -> Model:
             options[name] = tuple(options[name])
         config, sampling = ModelConfig(**options), SamplingParams.from_dict(stored["sampling"])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: jaxinfer.json does not describe a model ({error!r}); save the model again") from error
+        raise ValueError(
+            f"{path}: jaxinfer.json does not describe a model ({error!r}); save the model again"
+        ) from error
     tokenizer = Tokenizer.from_directory(path)
     abstract, placements = shardings(config)
     params = orbax_io.restore(path, abstract, placements)
+    if progress is not None:  # Orbax reports nothing between
+        total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        progress(total, total)
     return Model(config, Decoder(config, dtype), params, tokenizer, sampling)
 
 

@@ -65,15 +65,22 @@ def rope_from_gguf(
         return theta, RopeScaling("factors", factors=factors) if factors else None
     if kind not in ("linear", "yarn"):
         raise ValueError(f"unsupported rope scaling {kind!r}; supported are none, linear, yarn")
+    if factors:
+        raise ValueError(f"rope scaling {kind!r} beside a rope_freqs.weight tensor is not supported")
+    for name in ("alpha", "yarn_log_multiplier", "yarn_ext_factor", "yarn_attn_factor"):
+        if get(f"scaling.{name}", None) is not None:
+            raise ValueError(f"{architecture}.rope.scaling.{name} is not supported")
     factor = get("scaling.factor", None)
     if factor is None:
         raise ValueError(f"rope scaling {kind!r} needs {architecture}.rope.scaling.factor")
     original = get("scaling.original_context_length", metadata[f"{architecture}.context_length"])
     extra = float(get("scaling.attn_factor", 1.0))  # llama.cpp multiplies YaRN's own factor by it
     attention_factor = extra * yarn_mscale(float(factor)) if kind == "yarn" else None
+    betas = {f"beta_{name}": get(f"scaling.yarn_beta_{name}", None) for name in ("fast", "slow")}
     return theta, RopeScaling(
         kind,
         factor=float(factor),
         original_max_position_embeddings=original,
         attention_factor=attention_factor,
+        **{name: float(value) for name, value in betas.items() if value is not None},
     )
