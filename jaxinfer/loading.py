@@ -109,11 +109,38 @@ def load(
 _Shardings = Callable[[ModelConfig], tuple[Params, Any]]
 
 
+def read_gguf_config(file: GGUFFile) -> ModelConfig:
+    """Returns the configuration of an open GGUF file."""
+    names = frozenset(file.names())
+    factors = tuple(file.read("rope_freqs.weight").tolist()) if "rope_freqs.weight" in names else ()
+    return config_from_gguf(file.metadata, names, factors)
+
+
+def read_hf_config(path: Path) -> ModelConfig:
+    """Returns the configuration of a Hugging Face directory."""
+    return config_from_hf(_read_json(path / "config.json"))
+
+
+def read_orbax_config(path: Path) -> tuple[ModelConfig, SamplingParams]:
+    """Returns configuration and default sampling of a directory made by `Model.save`."""
+    stored = orbax_io.read_config(path)
+    try:
+        options = dict(stored["model"])
+        if options["rope_scaling"]:
+            scaling = options["rope_scaling"]
+            options["rope_scaling"] = RopeScaling(**scaling | {"factors": tuple(scaling["factors"])})
+        for name in ("layer_windows", "layer_rope"):
+            options[name] = tuple(options[name])
+        return ModelConfig(**options), SamplingParams.from_dict(stored["sampling"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: jaxinfer.json does not describe a model ({error!r}); save the model again"
+        ) from error
+
+
 def _load_gguf(path: Path, dtype: Any, shardings: _Shardings, progress: Progress | None) -> Model:
     with GGUFFile(path) as file:
-        names = frozenset(file.names())
-        factors = tuple(file.read("rope_freqs.weight").tolist()) if "rope_freqs.weight" in names else ()
-        config = config_from_gguf(file.metadata, names, factors)
+        config = read_gguf_config(file)
         tokenizer = Tokenizer.from_gguf(file.metadata)
         abstract, placements = shardings(config)
         plan = {gguf_name(leaf): Target(leaf, gguf_transform(config, leaf)) for leaf in parameter_paths(abstract)}
@@ -122,7 +149,7 @@ def _load_gguf(path: Path, dtype: Any, shardings: _Shardings, progress: Progress
 
 
 def _load_hf(path: Path, dtype: Any, shardings: _Shardings, progress: Progress | None) -> Model:
-    config = config_from_hf(_read_json(path / "config.json"))
+    config = read_hf_config(path)
     tokenizer = Tokenizer.from_directory(path)
     params = load_hf_params(path, config, *shardings(config), progress)
     generation = path / "generation_config.json"
@@ -152,19 +179,7 @@ def load_hf_params(
 
 
 def _load_orbax(path: Path, dtype: Any, shardings: _Shardings, progress: Progress | None) -> Model:
-    stored = orbax_io.read_config(path)
-    try:
-        options = dict(stored["model"])
-        if options["rope_scaling"]:
-            scaling = options["rope_scaling"]
-            options["rope_scaling"] = RopeScaling(**scaling | {"factors": tuple(scaling["factors"])})
-        for name in ("layer_windows", "layer_rope"):
-            options[name] = tuple(options[name])
-        config, sampling = ModelConfig(**options), SamplingParams.from_dict(stored["sampling"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path}: jaxinfer.json does not describe a model ({error!r}); save the model again"
-        ) from error
+    config, sampling = read_orbax_config(path)
     tokenizer = Tokenizer.from_directory(path)
     abstract, placements = shardings(config)
     params = orbax_io.restore(path, abstract, placements)

@@ -1,0 +1,71 @@
+"""`jaxinfer info`: what a model is, without loading it."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from jaxinfer.description import Description
+
+
+@click.command()
+@click.argument("model")
+@click.option("--memory", help="Show how many tokens fit in so much memory beside the weights, such as 24GB.")
+def info(model: str, memory: str | None) -> None:
+    """Show shape, precision, context and memory of MODEL."""
+    from checkpoints.hub import resolve
+    from jaxinfer.cli.progress import byte_progress
+    from jaxinfer.description import describe
+
+    budget = None if memory is None else _bytes(memory)
+    with byte_progress(f"Downloading {model}") as progress:
+        path = resolve(model, progress=progress)
+    for name, value in _rows(describe(path), budget):
+        click.echo(f"{name:20}{value}")
+
+
+def _rows(d: "Description", budget: int | None) -> list[tuple[str, str]]:
+    c = d.config
+    windows = {window for window in c.layer_windows if window is not None}
+    windowed = sum(window is not None for window in c.layer_windows)
+    rows = [
+        ("path", str(d.path)),
+        ("format", d.format),
+        ("family", c.family),
+        ("parameters", f"{c.num_parameters:,}"),
+        ("stored as", ", ".join(f"{count} x {kind}" for kind, count in d.stored_types.items())),
+        ("size on disk", _size(d.num_bytes)),
+        ("layers", str(c.num_layers)),
+        ("hidden, MLP", f"{c.hidden_size}, {c.intermediate_size}"),
+        ("heads, KV heads", f"{c.num_heads}, {c.num_kv_heads} of size {c.head_dim}"),
+        ("vocabulary", f"{c.vocab_size:,} ({'tied' if c.tie_word_embeddings else 'untied'} head)"),
+        ("context", f"{c.max_position_embeddings:,} tokens"),
+        ("RoPE", f"theta {c.rope_theta:g}, scaling {c.rope_scaling.kind if c.rope_scaling else 'none'}"),
+        ("sliding window", f"{windows} tokens in {windowed} layers" if windows else "none"),
+        ("chat template", "yes" if d.has_chat_template else "no"),
+        ("ends with", ", ".join(d.eos_tokens) or "nothing"),
+        ("KV cache", f"{_size(c.kv_bytes_per_token(2))} a token in 16 bits, {_size(c.kv_bytes_per_token(4))} in 32"),
+    ]
+    if budget is not None:
+        for bits, itemsize in ((16, 2), (32, 4)):
+            tokens = (budget - c.num_parameters * itemsize) // c.kv_bytes_per_token(itemsize)
+            text = f"{tokens:,} tokens" if tokens > 0 else f"the weights alone take {_size(c.num_parameters * itemsize)}"
+            rows.append((f"fits in {bits} bits", text))
+    return rows
+
+
+def _size(num_bytes: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _bytes(text: str) -> int:
+    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+    digits = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = text.strip().lower()[len(digits) :].strip()
+    try:
+        return int(float(digits) * units[unit])
+    except (ValueError, KeyError):
+        raise ValueError(f"memory must be a number with a unit such as 24GB or 16GiB, got {text!r}") from None
