@@ -1,5 +1,7 @@
 """The command line on the tiny model, in this process; and what must be seen from outside, in others."""
 
+import contextlib
+import io
 import os
 import pty
 import signal
@@ -22,18 +24,12 @@ def call(capfd, monkeypatch):
     """Runs the command line in this process; returns exit code, standard output and standard error."""
 
     def call(*arguments, stdin=""):
-        monkeypatch.setattr("sys.stdin", open_text(stdin))
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
         with pytest.raises(SystemExit) as stop:
             main([str(argument) for argument in arguments])
         return stop.value.code, *capfd.readouterr()
 
     return call
-
-
-def open_text(text):
-    import io
-
-    return io.StringIO(text)
 
 
 @pytest.fixture
@@ -181,42 +177,38 @@ def test_version():
 
 @pytest.mark.slow
 def test_ctrl_c_in_a_terminal_stops_the_answer_and_then_the_program():
-    """Under a pseudo-terminal: one Ctrl-C during an endless answer, another question, two at the prompt."""
+    """Under a pseudo-terminal, the real model: Ctrl-C in an endless answer, then twice at the prompt."""
     main_end, terminal = pty.openpty()
-    options = ["--temperature", "1", "--max-tokens", "100000", "--ignore-eos", "--max-model-len", "256"]
+    options = ["--temperature", "0", "--max-tokens", "100000", "--ignore-eos"]
     chat = subprocess.Popen(
-        [sys.executable, "-m", "jaxinfer.cli", "chat", "-m", TINY, *options],
+        [sys.executable, "-m", "jaxinfer.cli", "chat", *options],
         stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
     )  # fmt: skip
     os.set_blocking(main_end, False)
     seen = ""
 
-    def wait_for(text, seconds=90):
+    def wait_for(text, seconds=120):
         nonlocal seen
         end = time.monotonic() + seconds
         while text not in seen:
             assert time.monotonic() < end, f"no {text!r} in {seen!r}"
             time.sleep(0.02)
-            try:
+            with contextlib.suppress(BlockingIOError):
                 seen += os.read(main_end, 4096).decode(errors="replace")
-            except BlockingIOError:
-                pass
-        seen = ""
-
-    def press_ctrl_c():
-        os.killpg(chat.pid, signal.SIGINT)
+        seen = seen.partition(text)[2]
 
     try:
         wait_for("> ")
-        os.write(main_end, b"hi\n")
-        wait_for("hi")
-        time.sleep(20)  # compiling; SIGINT then waits for the step's end
-        press_ctrl_c()
+        os.write(main_end, b"What is the capital of France?\n")
+        wait_for("France?")
+        wait_for("Paris")
+        os.killpg(chat.pid, signal.SIGINT)
+        wait_for("(stopped)")
         wait_for("> ")
-        press_ctrl_c()
+        os.killpg(chat.pid, signal.SIGINT)
         wait_for("again to leave")
         wait_for("> ")
-        press_ctrl_c()
+        os.killpg(chat.pid, signal.SIGINT)
         assert chat.wait(timeout=30) == 0
     finally:
         chat.kill()
