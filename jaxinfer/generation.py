@@ -5,9 +5,11 @@ It runs the same decoder, cache and sampler as the engine, with a cache of its o
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -15,6 +17,7 @@ from jaxinfer.model.batch import TokenBatch, decode_batch
 from jaxinfer.model.decoder import Decoder
 from jaxinfer.model.kv_cache import KVCache
 from jaxinfer.model.params import Params
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.sampler import SamplingRows, sample
 
 PAGE_SIZE = 64
@@ -56,7 +59,7 @@ def generate(
         params: its parameters, sharded as you like.
         tokens: prompts, padded at the right to one length.
         max_new_tokens: most tokens generated per row.
-        prompt_lens: real length of each prompt, at least 1; None says T.
+        prompt_lens: real length of each prompt, from 1 to T (which is not checked when traced); None says T.
         key: random key; each row draws from its own fold of it. Needed unless temperature is 0.
         temperature: 0 is greedy; as the other sampling parameters, one for all rows or one each.
         top_k: keep the k most probable tokens; 0 keeps all.
@@ -73,6 +76,7 @@ def generate(
         >>> model = load("smollm2-135m")
         >>> step = jax.jit(lambda params, tokens: generate(model.decoder, params, tokens, max_new_tokens=32))
     """
+    tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or tokens.shape[1] < 1 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers of shape [B, T] with T >= 1, got {tokens.dtype}{list(tokens.shape)}")
     B, T = tokens.shape
@@ -83,20 +87,17 @@ def generate(
         raise ValueError(f"{T} prompt tokens and {max_new_tokens} new ones are more than the model's {limit}")
     if key is None and not (isinstance(temperature, int | float) and temperature == 0):
         raise ValueError("sampling needs a random key: pass key=jax.random.key(...), or temperature=0")
-    lens = jnp.full(B, T, jnp.int32) if prompt_lens is None else prompt_lens.astype(jnp.int32)
+    lens = jnp.full(B, T, jnp.int32) if prompt_lens is None else jnp.asarray(prompt_lens, jnp.int32)
     if lens.shape != (B,):
         raise ValueError(f"prompt_lens must have shape [B={B}], got {list(lens.shape)}")
-
-    def per_row(value: float | jax.Array, dtype: type) -> jax.Array:
-        return jnp.broadcast_to(jnp.asarray(value, dtype), (B,))
-
+    if prompt_lens is not None and not isinstance(prompt_lens, jax.core.Tracer):
+        known = np.asarray(prompt_lens)
+        if known.min() < 1 or known.max() > T:
+            raise ValueError(f"prompt_lens must be from 1 to T={T}, got {known.tolist()}")
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
     rows = SamplingRows(
         slots=jnp.zeros(B, jnp.int32),
-        temperature=per_row(temperature, jnp.float32),
-        top_k=per_row(top_k, jnp.int32),
-        top_p=per_row(top_p, jnp.float32),
-        min_p=per_row(min_p, jnp.float32),
-        typical_p=per_row(typical_p, jnp.float32),
+        **_per_row(options, B),
         repetition_penalty=jnp.ones(B, jnp.float32),
         presence_penalty=jnp.zeros(B, jnp.float32),
         frequency_penalty=jnp.zeros(B, jnp.float32),
@@ -135,6 +136,18 @@ def generate(
         jnp.zeros((B, max_new_tokens), jnp.float32),
     )
     return lax.while_loop(goes_on, body, (jnp.int32(0), rows.active, hidden, cache, out))[-1]
+
+
+def _per_row(options: dict[str, Any], B: int) -> dict[str, jax.Array]:
+    """Returns the sampling parameters as arrays [B]; ranges are checked where they are plain numbers."""
+    SamplingParams(**{name: value for name, value in options.items() if isinstance(value, int | float)})
+    arrays = {}
+    for name, value in options.items():
+        array = jnp.asarray(value, jnp.int32 if name == "top_k" else jnp.float32)
+        if array.shape not in ((), (B,)):
+            raise ValueError(f"{name} must be one number or have shape [B={B}], got shape {list(array.shape)}")
+        arrays[name] = jnp.broadcast_to(array, (B,))
+    return arrays
 
 
 def _row_seeds(key: jax.Array | None, B: int) -> jax.Array:

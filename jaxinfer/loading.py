@@ -208,7 +208,8 @@ def _dtype(name: str | None) -> Any:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(
-            f"{path.parent} holds no {path.name}: wanted a GGUF file, a Hugging Face directory or one made by Model.save"
+            f"{path.parent} holds no {path.name}: wanted a GGUF file, a Hugging Face directory or one that "
+            "Model.save made"
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

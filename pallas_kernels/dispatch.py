@@ -5,7 +5,11 @@ from typing import Any
 
 
 def dispatch(
-    operation: str, implementations: Mapping[str, Callable[..., Any]], implementation: str | None, *args: Any, **kwargs: Any
+    operation: str,
+    implementations: Mapping[str, Callable[..., Any]],
+    implementation: str | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Returns the result of one of `implementations`, which are listed fastest first.
 

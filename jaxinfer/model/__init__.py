@@ -1,0 +1,1 @@
+"""The decoder, its configurations by family, and its parameters."""

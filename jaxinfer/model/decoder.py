@@ -15,6 +15,7 @@ from jaxinfer.model.layers import MLP, Embedding, RMSNorm, linear
 from jaxinfer.model.rope import rope_tables
 from pallas_kernels import Schedule, make_schedule
 
+
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 

@@ -1,0 +1,1 @@
+"""Ragged attention over cache pages."""

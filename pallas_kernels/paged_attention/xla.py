@@ -78,9 +78,7 @@ def ragged_paged_attention_xla(
             slot = lax.dynamic_slice(
                 pages, (item[ROW].astype(jnp.uint32), key_block * s.pages_per_block), (rows, s.pages_per_block)
             )
-            k, v = (
-                x.at[:, slot].get(mode="promise_in_bounds").reshape(K, rows, -1, H) for x in (k_pages, v_pages)
-            )
+            k, v = (x.at[:, slot].get(mode="promise_in_bounds").reshape(K, rows, -1, H) for x in (k_pages, v_pages))
             size = rows * num_q
             valid = tokens + jnp.arange(size, dtype=jnp.uint32) < item[TOKEN_END].astype(jnp.uint32)
             q_position = jnp.where(valid, lax.dynamic_slice_in_dim(positions, tokens, size), -1).reshape(rows, num_q)

@@ -48,7 +48,8 @@ def test_hf_sizes_and_defaults():
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 8)
     assert (config.max_position_embeddings, config.rms_norm_eps) == (128, 1e-6)
     assert (config.rope_theta, config.rope_scaling) == (10_000.0, None)
-    assert not (config.tie_word_embeddings or config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
+    for name in ("tie_word_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
+        assert getattr(config, name) is False
     assert config.layer_windows == (None,) * 4
     assert config.layer_rope == (True,) * 4
     assert hf(num_key_value_heads="missing").num_kv_heads == 4
@@ -201,9 +202,9 @@ def test_gguf_refuses(changes, message):
 
 
 def test_gguf_refuses_other_architectures():
-    with pytest.raises(ValueError, match="unsupported general.architecture 'gemma3'; supported are llama, qwen2"):
+    with pytest.raises(ValueError, match=r"unsupported general\.architecture 'gemma3'; supported are llama, qwen2"):
         gguf(architecture="gemma3")
-    with pytest.raises(ValueError, match="rope scaling 'linear' beside a rope_freqs.weight tensor is not supported"):
+    with pytest.raises(ValueError, match=r"rope scaling 'linear' beside a rope_freqs\.weight tensor is not supported"):
         gguf({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, factors=(1.0,) * 4)
 
 
