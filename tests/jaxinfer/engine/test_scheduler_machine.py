@@ -133,8 +133,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def integrity(self):
-        if hasattr(self, "scheduler"):
-            self.scheduler.check_integrity()
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check_integrity()
+        for request in self.requests:
+            rows = [row for step, _ in self.steps_in_flight for row in step.rows if row.request is request]
+            assert request.is_finished or request.num_in_flight == sum(row.num_samples for row in rows)
 
     def teardown(self):
         """Everything ends, in a bounded number of steps, with the right output and nothing left behind."""
@@ -156,6 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=150)
 
 
 @pytest.mark.slow
