@@ -81,9 +81,7 @@ class _Cursor:
                 start = position + 8
                 position = start + read_length(buffer, position)[0]
                 if position > size:
-                    raise self.error(
-                        f"a string in {what} ends beyond the file; the file is truncated or damaged"
-                    )
+                    raise self.error(f"a string in {what} ends beyond the file; the file is truncated or damaged")
                 result.append(str(buffer[start:position], "utf-8"))
         except struct.error as error:
             raise self.error(f"{what} ends beyond the file; the file is truncated or damaged") from error
@@ -98,9 +96,7 @@ class _Cursor:
         if kind == ARRAY:
             return self.array(what, nesting=1)
         if kind not in SCALARS:
-            raise self.error(
-                f"{what} has value type {kind}, wanted one of 0..12; the file is damaged or too new"
-            )
+            raise self.error(f"{what} has value type {kind}, wanted one of 0..12; the file is damaged or too new")
         value = self.scalar(SCALARS[kind], what)
         return bool(value) if kind == BOOL else value
 
@@ -114,9 +110,7 @@ class _Cursor:
             self.need(12 * count, what)  # type and length of each inner array
             return [self.array(what, nesting + 1) for _ in range(count)]
         if kind not in SCALARS:
-            raise self.error(
-                f"{what} is an array of type {kind}, wanted one of 0..12; the file is damaged or too new"
-            )
+            raise self.error(f"{what} is an array of type {kind}, wanted one of 0..12; the file is damaged or too new")
         dtype = SCALAR_DTYPES[kind]
         self.need(nbytes := dtype.itemsize * count, what)
         values = np.frombuffer(self.buffer, dtype, count, self.position)
@@ -140,15 +134,11 @@ def parse_header(buffer: mmap.mmap | bytes, path: Path) -> GGUFHeader:
     cursor = _Cursor(buffer, path)
     magic = bytes(buffer[:4])
     if magic != b"GGUF":
-        raise ValueError(
-            f"{path}: wanted a GGUF file (it begins with b'GGUF'), got {magic!r}; is it another format?"
-        )
+        raise ValueError(f"{path}: wanted a GGUF file (it begins with b'GGUF'), got {magic!r}; is it another format?")
     cursor.position = 4
     version = cursor.scalar("<I", "the version")
     if version and version & 0xFFFF == 0:
-        raise ValueError(
-            f"{path}: a big-endian GGUF; wanted little-endian, convert it with gguf-convert-endian"
-        )
+        raise ValueError(f"{path}: a big-endian GGUF; wanted little-endian, convert it with gguf-convert-endian")
     if version not in (2, 3):
         raise ValueError(f"{path}: GGUF version {version}, wanted 2 or 3; convert the model again")
     num_tensors, num_values = (
@@ -176,9 +166,7 @@ def parse_header(buffer: mmap.mmap | bytes, path: Path) -> GGUFHeader:
 def _read_entry(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], GGMLType, int]:
     num_dims = cursor.scalar("<I", f"tensor {name!r}")
     if num_dims > MAX_DIMS:
-        raise cursor.error(
-            f"tensor {name!r} has {num_dims} dimensions, at most {MAX_DIMS} exist; the file is damaged"
-        )
+        raise cursor.error(f"tensor {name!r} has {num_dims} dimensions, at most {MAX_DIMS} exist; the file is damaged")
     dims = [cursor.scalar("<Q", f"tensor {name!r}") for _ in range(num_dims)]
     type_id = cursor.scalar("<I", f"tensor {name!r}")
     offset = cursor.scalar("<Q", f"tensor {name!r}")
@@ -196,9 +184,7 @@ def _read_entry(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], GGMLType, 
 def _alignment(metadata: dict[str, Any], path: Path) -> int:
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-        raise ValueError(
-            f"{path}: general.alignment is {alignment!r}, wanted a power of two; the file is damaged"
-        )
+        raise ValueError(f"{path}: general.alignment is {alignment!r}, wanted a power of two; the file is damaged")
     return alignment
 
 
@@ -210,9 +196,7 @@ def _locate(
     tensors = {}
     for name, (shape, type, offset) in entries.items():
         if offset % alignment:
-            raise cursor.error(
-                f"tensor {name!r} lies at offset {offset}, not a multiple of the alignment {alignment}"
-            )
+            raise cursor.error(f"tensor {name!r} lies at offset {offset}, not a multiple of the alignment {alignment}")
         elements = 1
         for dim in shape:  # Python integers: damaged dimensions must not overflow into a small product
             elements *= dim

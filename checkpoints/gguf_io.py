@@ -93,9 +93,7 @@ class GGUFFile(Closing):
         header = parse_header(file, path)
         for name, info in header.tensors.items():
             if name in self._tensors:
-                raise ValueError(
-                    f"{path}: tensor {name!r} is in another part too; the parts do not belong together"
-                )
+                raise ValueError(f"{path}: tensor {name!r} is in another part too; the parts do not belong together")
             self._tensors[name] = (len(self._maps), info)
         self._maps.append(file)
         return header
@@ -114,14 +112,10 @@ class GGUFFile(Closing):
         for number in range(count):
             part = self._path.with_name(f"{match['stem']}-{number + 1:05}-of-{count:05}.gguf")
             if not part.is_file():
-                raise ValueError(
-                    f"{part}: part {number + 1} of {count} of a split model is missing; download it too"
-                )
+                raise ValueError(f"{part}: part {number + 1} of {count} of a split model is missing; download it too")
             header = self._add_part(part)
             if (got := header.metadata.get("split.no")) != number:
-                raise ValueError(
-                    f"{part}: wanted split.no {number}, got {got!r}; the parts do not belong together"
-                )
+                raise ValueError(f"{part}: wanted split.no {number}, got {got!r}; the parts do not belong together")
             if number == 0:
                 self.metadata = header.metadata
         wanted = self.metadata.get("split.tensors.count", len(self._tensors))

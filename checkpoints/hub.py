@@ -90,7 +90,5 @@ def _from_hub(repo: str, file: str | None) -> Path:
             f"{repo}: the hub did not give it: {error}; check the id, the network and your token"
         ) from error
     if not any(path.glob("*.safetensors")):
-        raise ValueError(
-            f"{repo}: no safetensors in this repository; name a GGUF file of it: '{repo}:file.gguf'"
-        )
+        raise ValueError(f"{repo}: no safetensors in this repository; name a GGUF file of it: '{repo}:file.gguf'")
     return path

@@ -71,9 +71,7 @@ def load_tree(
     """
     leaves = {path: _with_dtype(leaf, dtype) for path, leaf in flatten(abstract).items()}
     placements = _placements(leaves, shardings)
-    jobs = {
-        name: (targets,) if isinstance(targets, Target) else tuple(targets) for name, targets in plan.items()
-    }
+    jobs = {name: (targets,) if isinstance(targets, Target) else tuple(targets) for name, targets in plan.items()}
     _check(source, jobs, leaves, placements, ignore)
     total = sum(_nbytes(leaf) for leaf in leaves.values())
     done, result = 0, {}
@@ -99,9 +97,7 @@ def _nbytes(leaf: jax.ShapeDtypeStruct) -> int:
     return leaf.size * leaf.dtype.itemsize
 
 
-def _placements(
-    leaves: dict[str, jax.ShapeDtypeStruct], shardings: Any
-) -> dict[str, jax.sharding.Sharding | None]:
+def _placements(leaves: dict[str, jax.ShapeDtypeStruct], shardings: Any) -> dict[str, jax.sharding.Sharding | None]:
     if shardings is None:
         return {path: leaf.sharding for path, leaf in leaves.items()}
     if isinstance(shardings, jax.sharding.Sharding):
@@ -132,8 +128,7 @@ def _check(
         "leaves that the tree does not have": [path for path in filled if path not in leaves],
         "leaves filled more than once": [path for path, count in filled.items() if count > 1],
         "wrong shapes": [
-            f"{name} -> {target.path}: wanted {list(leaves[target.path].shape)}, "
-            f"got {list(source.spec(name).shape)}"
+            f"{name} -> {target.path}: wanted {list(leaves[target.path].shape)}, got {list(source.spec(name).shape)}"
             for name, targets in jobs.items()
             for target in targets
             if name in names
@@ -162,9 +157,7 @@ def _shown(found: Sequence[str]) -> str:
     return ", ".join(found[:SHOWN]) + more
 
 
-def _read(
-    source: TensorSource, leaves: Mapping[str, Any], job: tuple[str, tuple[Target, ...]]
-) -> list[Placed]:
+def _read(source: TensorSource, leaves: Mapping[str, Any], job: tuple[str, tuple[Target, ...]]) -> list[Placed]:
     """Reads one source tensor and makes the leaves' host arrays from it."""
     name, targets = job
     stored = source.read(name)
@@ -175,15 +168,11 @@ def _fit(stored: np.ndarray, name: str, target: Target, leaf: jax.ShapeDtypeStru
     array = stored if target.transform is None else target.transform(stored)
     where = f"{name} -> {target.path}"
     if array.shape != leaf.shape:
-        raise ValueError(
-            f"{where}: wanted shape {list(leaf.shape)}, got {list(array.shape)} after its transform"
-        )
+        raise ValueError(f"{where}: wanted shape {list(leaf.shape)}, got {list(array.shape)} after its transform")
     if array.dtype == leaf.dtype and array.flags.c_contiguous and array.flags.aligned:
         return array
     if jnp.issubdtype(array.dtype, jnp.floating) != jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise ValueError(
-            f"{where}: wanted {leaf.dtype}, got {array.dtype}; give a transform that converts it"
-        )
+        raise ValueError(f"{where}: wanted {leaf.dtype}, got {array.dtype}; give a transform that converts it")
     result = aligned_empty(leaf.shape, np.dtype(leaf.dtype))
     np.copyto(result, array, casting="unsafe")
     return result

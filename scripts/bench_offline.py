@@ -1,6 +1,6 @@
 """Runs workloads W1 to W4 (and W6) through the engine and prints latencies, throughput, start-up and memory.
 
-    python scripts/bench_offline.py --workloads workloads.json --only W1 W2 --repeats 3 --json ours.json
+python scripts/bench_offline.py --workloads workloads.json --only W1 W2 --repeats 3 --json ours.json
 """
 
 import time
@@ -59,7 +59,12 @@ def main() -> None:
     parser.add_argument("--no-compile-cache", action="store_true", help="compile everything: a cold start")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--against", type=Path, help="JSON of a peer: print how many times faster we are")
-    for name, default in (("max-num-seqs", 64), ("max-num-batched-tokens", 512), ("decode-steps", 4), ("page-size", 16)):
+    for name, default in (
+        ("max-num-seqs", 64),
+        ("max-num-batched-tokens", 512),
+        ("decode-steps", 4),
+        ("page-size", 16),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype")
     args = parser.parse_args()

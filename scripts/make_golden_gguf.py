@@ -64,9 +64,7 @@ def gguf_name(name: str) -> str:
 
 def heads_of(name: str, config: PreTrainedConfig) -> int | None:
     """How many heads the rows of a permuted tensor make up; None for the tensors that are not permuted."""
-    return {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
-        name.split(".")[-2]
-    )
+    return {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
 
 
 def permute(rows: np.ndarray, heads: int) -> np.ndarray:

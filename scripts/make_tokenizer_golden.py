@@ -117,9 +117,7 @@ def make_byte_level() -> None:
         state = json.loads(tokenizer.to_str())
         state["model"]["merges"] = [merge.split(" ") for merge in metadata["tokenizer.ggml.merges"]]
         tokenizer = Tokenizer.from_str(json.dumps(state))
-        write(
-            f"bpe_{pre}.json", {"metadata": metadata, "ids": [tokenizer.encode(text).ids for text in TEXTS]}
-        )
+        write(f"bpe_{pre}.json", {"metadata": metadata, "ids": [tokenizer.encode(text).ids for text in TEXTS]})
 
 
 def make_sentencepiece() -> None:

@@ -44,7 +44,9 @@ class NaiveLoop:
         prompt = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         output, scores = [], []
         stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(model.tokenizer.eos_token_ids))
-        words = [tuple(model.tokenizer.encode(s, add_special_tokens=False)) for w in params.bad_words for s in (w, " " + w)]
+        words = [
+            tuple(model.tokenizer.encode(s, add_special_tokens=False)) for w in params.bad_words for s in (w, " " + w)
+        ]
         while len(output) < params.max_tokens:
             tokens = prompt + output
             row = build_row(

@@ -32,6 +32,9 @@ def ratio_table(ours: Mapping[str, Mapping[str, float]], peer: Mapping[str, Mapp
     faster_if_less = {"ttft_p50_s": "TTFT", "tpot_p50_s": "TPOT", "total_s": "total"}
     lines = ["| | " + " | ".join(faster_if_less.values()) + " |", "|---|" + "---|" * len(faster_if_less)]
     for name in [name for name in ours if name in peer]:
-        cells = [f"{peer[name][k] / ours[name][k]:.2f}x" if k in peer[name] and k in ours[name] else "" for k in faster_if_less]
+        cells = [
+            f"{peer[name][k] / ours[name][k]:.2f}x" if k in peer[name] and k in ours[name] else ""
+            for k in faster_if_less
+        ]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

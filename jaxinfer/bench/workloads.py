@@ -16,8 +16,9 @@ class BenchRequest:
 
 
 def read_workloads(path: Path, model: str, limit: int | None = None) -> dict[str, list[BenchRequest]]:
-    """Returns the offline workloads of a file: W1 one stream, W2 long prompts, W3 many requests, W4 a shared
-    prefix, W6 batched decoding.
+    """Returns the offline workloads of a file.
+
+    W1 is one stream, W2 long prompts, W3 many requests, W4 a shared prefix, W6 batched decoding.
 
     Args:
         path: JSON of the form {"models": {model: {"W1": {"requests": [{"prompt": ids, "n_out": n}]}, ...}}}; W2 calls
@@ -27,7 +28,7 @@ def read_workloads(path: Path, model: str, limit: int | None = None) -> dict[str
 
     Raises:
         ValueError: the file is not of this form, or does not know the model.
-    """  # fmt: skip
+    """
     try:
         tables = json.loads(path.read_text())["models"]
         if model not in tables:

@@ -24,9 +24,7 @@ Ctrl-C stops an answer; at the prompt, twice in a row leaves."""
 @model_options
 @sampling_options
 @click.option("--system", help="System message.")
-def chat(
-    model: str, dtype: str | None, max_model_len: int | None, system: str | None, **sampling: Any
-) -> None:
+def chat(model: str, dtype: str | None, max_model_len: int | None, system: str | None, **sampling: Any) -> None:
     """Talk with a model; answers are streamed, and Ctrl-C stops an answer and not the program."""
     llm = make_llm(model, dtype, max_model_len)
     if llm.tokenizer.chat_template is None:

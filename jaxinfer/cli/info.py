@@ -49,7 +49,9 @@ def _rows(d: "Description", budget: int | None) -> list[tuple[str, str]]:
     if budget is not None:
         for bits, itemsize in ((16, 2), (32, 4)):
             tokens = (budget - c.num_parameters * itemsize) // c.kv_bytes_per_token(itemsize)
-            text = f"{tokens:,} tokens" if tokens > 0 else f"the weights alone take {_size(c.num_parameters * itemsize)}"
+            text = (
+                f"{tokens:,} tokens" if tokens > 0 else f"the weights alone take {_size(c.num_parameters * itemsize)}"
+            )
             rows.append((f"fits in {bits} bits", text))
     return rows
 

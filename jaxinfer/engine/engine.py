@@ -49,8 +49,8 @@ class Engine:
         devices = jax.tree.leaves(model.params)[0].devices()
         if len(devices) > 1:
             raise ValueError(
-                f"the engine runs on one device so far, the model lies on {len(devices)}: load it without a mesh, or use "
-                "jaxinfer.generate, which works on any mesh"
+                f"the engine runs on one device so far, the model lies on {len(devices)}: load it without mesh, or use"
+                " jaxinfer.generate, which works on any mesh"
             )
         [device] = devices
         itemsize = jnp.dtype(model.decoder.dtype).itemsize

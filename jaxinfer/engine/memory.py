@@ -29,9 +29,7 @@ def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> 
     return config.max_num_batched_tokens * widest * max(itemsize, 4) + logits
 
 
-def plan_pages(
-    model: ModelConfig, config: EngineConfig, itemsize: int, free: int, is_cpu: bool
-) -> tuple[int, int]:
+def plan_pages(model: ModelConfig, config: EngineConfig, itemsize: int, free: int, is_cpu: bool) -> tuple[int, int]:
     """Returns the number of pages, the null page included, and the longest request in tokens.
 
     Never more pages than `max_num_seqs` requests of full length could use. Without `max_model_len` the length is

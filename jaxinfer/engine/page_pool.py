@@ -1,5 +1,6 @@
 """The pool of KV pages: which are free. Imports no jax."""
 
+import itertools
 from collections.abc import Sequence
 
 NULL_PAGE = 0  # padding is written there and nobody reads it
@@ -42,7 +43,8 @@ class PagePool:
         if count > len(self._free):
             return None
         split = len(self._free) - count
-        pages, self._free = self._free[split:], self._free[:split]
+        pages = self._free[split:]
+        del self._free[split:]  # in place: the list may be long, and every decode row asks in every step
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
@@ -58,8 +60,10 @@ class PagePool:
         seen = sorted([*self._free, *held])
         if seen != list(range(1, self.num_pages)):
             lost = set(range(1, self.num_pages)) - set(seen)
-            twice = {page for page, following in zip(seen, seen[1:]) if page == following}
+            twice = {page for page, following in itertools.pairwise(seen) if page == following}
+            unknown = set(seen) - set(range(1, self.num_pages))
             raise RuntimeError(
                 f"the page pool is inconsistent: {len(self._free)} free and {len(held)} held of "
-                f"{self.num_pages - 1}; lost {sorted(lost)[:8]}, twice {sorted(twice)[:8]}"
+                f"{self.num_pages - 1}; lost {sorted(lost)[:8]}, twice {sorted(twice)[:8]}, "
+                f"unknown {sorted(unknown)[:8]}"
             )

@@ -89,9 +89,7 @@ class ModelRunner:
             sampler=init_state(config.max_num_seqs, vocab_size, stop_token_ids),
             last_tokens=jnp.zeros(config.max_num_seqs, jnp.int32),
         )
-        self._step = jax.jit(
-            functools.partial(model_step, decoder), static_argnums=(0, 1), donate_argnames=("state",)
-        )
+        self._step = jax.jit(functools.partial(model_step, decoder), static_argnums=(0, 1), donate_argnames=("state",))
 
     def install(self, request: Request) -> None:
         """Gives a request's slot the sampler row that its parameters need; nothing to do for most requests."""

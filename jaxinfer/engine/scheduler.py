@@ -163,7 +163,9 @@ class Scheduler:
         for request in self.running:
             held = len(request.pages) * self.pool.page_size
             if not request.num_computed_tokens <= min(request.num_tokens, held):
-                raise RuntimeError(f"{request.request_id}: {request.num_computed_tokens} tokens computed, room for {held}")
+                raise RuntimeError(
+                    f"{request.request_id}: {request.num_computed_tokens} tokens computed, room for {held}"
+                )
         for request in self.waiting:
             if request.pages or request.slot is not None or request.num_computed_tokens:
                 raise RuntimeError(f"{request.request_id} waits and holds pages, a slot or computed tokens")

@@ -93,9 +93,7 @@ class SamplingParams:
         for name in ("top_p", "typical_p"):
             put(name, checks.real(name, getattr(self, name), 0, 1))
             if getattr(self, name) == 0:
-                raise ValueError(
-                    f"{name} must be greater than 0, got 0; for greedy decoding use temperature=0"
-                )
+                raise ValueError(f"{name} must be greater than 0, got 0; for greedy decoding use temperature=0")
         put("min_p", checks.real("min_p", self.min_p, 0, 1))
         put("repetition_penalty", checks.real("repetition_penalty", self.repetition_penalty, 0.01, 100))
         for name in ("presence_penalty", "frequency_penalty"):
@@ -108,8 +106,7 @@ class SamplingParams:
         put("min_tokens", checks.integer("min_tokens", self.min_tokens, 0))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
-                f"min_tokens must not exceed max_tokens, got min_tokens={self.min_tokens}, "
-                f"max_tokens={self.max_tokens}"
+                f"min_tokens must not exceed max_tokens, got min_tokens={self.min_tokens}, max_tokens={self.max_tokens}"
             )
         for name in ("stop", "bad_words"):
             put(name, checks.strings(name, getattr(self, name)))
@@ -136,15 +133,11 @@ class SamplingParams:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(
-                    f"unknown sampling parameter {name!r}{hint}; valid names: {', '.join(known)}"
-                )
+                raise ValueError(f"unknown sampling parameter {name!r}{hint}; valid names: {', '.join(known)}")
         values = dict(values)
         bias = values.get("logit_bias")
         if isinstance(bias, Mapping):  # the keys of a JSON object are always strings
-            values["logit_bias"] = {
-                int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in bias.items()
-            }
+            values["logit_bias"] = {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in bias.items()}
         return cls(**values)  # pyright: ignore[reportArgumentType]  (__post_init__ checks every type)
 
 

@@ -20,9 +20,7 @@ def needs_state(params: SamplingParams) -> bool:
 
     Stop tokens alone do not count: they are looked up in any case.
     """
-    return uses_penalties(params) or bool(
-        params.logit_bias or params.bad_words or params.allowed_token_ids is not None
-    )
+    return uses_penalties(params) or bool(params.logit_bias or params.bad_words or params.allowed_token_ids is not None)
 
 
 def needs_row(params: SamplingParams) -> bool:

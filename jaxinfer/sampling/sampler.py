@@ -125,9 +125,7 @@ def sample(
     if logits.dtype != jnp.float32:
         raise ValueError(f"logits must be float32, got {logits.dtype}")
     if token_mask is not None and token_mask.shape != (num_rows, -(-vocab_size // 32)):
-        raise ValueError(
-            f"token_mask must have shape {(num_rows, -(-vocab_size // 32))}, got {token_mask.shape}"
-        )
+        raise ValueError(f"token_mask must have shape {(num_rows, -(-vocab_size // 32))}, got {token_mask.shape}")
     active, positions = rows.active, rows.positions
     random = active & (rows.temperature > 0)
     uses_bias = active & rows.needs_state

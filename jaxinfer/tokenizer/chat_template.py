@@ -74,9 +74,7 @@ class ChatTemplate:
         except _Refusal as error:
             raise ValueError(f"the model's chat template refused the conversation: {error}") from error
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(
-                f"the model's chat template is not valid jinja2, line {error.lineno}: {error}"
-            ) from error
+            raise ValueError(f"the model's chat template is not valid jinja2, line {error.lineno}: {error}") from error
         except (
             jinja2.TemplateError,
             TypeError,
@@ -115,16 +113,13 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # jinja2's own filter escapes <, > and & for HTML; models were trained on plain JSON.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise ValueError(
-            "messages must be a list such as [{'role': 'user', 'content': 'Hi'}], "
-            f"got {type(messages).__name__}"
+            f"messages must be a list such as [{{'role': 'user', 'content': 'Hi'}}], got {type(messages).__name__}"
         )
     if not messages:
         raise ValueError("messages is empty; want at least one such as {'role': 'user', 'content': 'Hi'}")

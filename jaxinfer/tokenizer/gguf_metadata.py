@@ -42,13 +42,9 @@ def read_gguf_metadata(metadata: Mapping[str, Any]) -> TokenizerParts:
     tokens = list(_require(metadata, "tokenizer.ggml.tokens"))
     types = list(metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens)))
     if len(types) != len(tokens):
-        raise ValueError(
-            f"tokenizer.ggml.token_type has {len(types)} entries, want one per token: {len(tokens)}"
-        )
+        raise ValueError(f"tokenizer.ggml.token_type has {len(types)} entries, want one per token: {len(tokens)}")
     if len(set(tokens)) != len(tokens):
-        raise ValueError(
-            f"tokenizer.ggml.tokens repeats {len(tokens) - len(set(tokens))} of {len(tokens)} tokens"
-        )
+        raise ValueError(f"tokenizer.ggml.tokens repeats {len(tokens) - len(set(tokens))} of {len(tokens)} tokens")
     if model == "gpt2":
         backend, add_bos = _byte_level_bpe(metadata, tokens)
         default_ids = {}
@@ -112,9 +108,7 @@ def _sentencepiece_bpe(
 ) -> tuple[Backend, bool]:
     scores = list(_require(metadata, "tokenizer.ggml.scores"))
     if len(scores) != len(tokens):
-        raise ValueError(
-            f"tokenizer.ggml.scores has {len(scores)} entries, want one per token: {len(tokens)}"
-        )
+        raise ValueError(f"tokenizer.ggml.scores has {len(scores)} entries, want one per token: {len(tokens)}")
     if metadata.get("tokenizer.ggml.remove_extra_whitespaces", False):
         raise ValueError("tokenizer.ggml.remove_extra_whitespaces is not supported for SentencePiece BPE")
     unknown = next((token for token, kind in zip(tokens, types) if kind == UNKNOWN), None)
@@ -126,13 +120,9 @@ def _sentencepiece_bpe(
     return backend, True
 
 
-def _end_token_ids(
-    ids: Mapping[str, int | None], tokens: Sequence[str], types: Sequence[int]
-) -> tuple[int, ...]:
+def _end_token_ids(ids: Mapping[str, int | None], tokens: Sequence[str], types: Sequence[int]) -> tuple[int, ...]:
     named = [ids[name] for name in ("eos", "eot", "eom")]
-    known = [
-        i for i, (token, kind) in enumerate(zip(tokens, types)) if kind == CONTROL and token in _END_TOKENS
-    ]
+    known = [i for i, (token, kind) in enumerate(zip(tokens, types)) if kind == CONTROL and token in _END_TOKENS]
     return tuple(dict.fromkeys(token_id for token_id in [*named, *known] if token_id is not None))
 
 

@@ -33,9 +33,7 @@ def read_hf_directory(path: str | Path) -> TokenizerParts:
     try:
         backend = Backend.from_file(str(tokenizer_file))
     except Exception as error:  # the library raises plain Exception for any bad file
-        raise ValueError(
-            f"{tokenizer_file} is not a tokenizer that `tokenizers` can read: {error}"
-        ) from error
+        raise ValueError(f"{tokenizer_file} is not a tokenizer that `tokenizers` can read: {error}") from error
     # Some files were saved with these on; a prompt must never be cut or padded silently.
     backend.no_truncation()
     backend.no_padding()

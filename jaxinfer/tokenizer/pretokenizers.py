@@ -109,9 +109,7 @@ _FAMILIES: tuple[tuple[str, PreTokenizer], ...] = (
     ("seed-coder", PreTokenizer((_SEED_CODER,))),
     (
         "deepseek-llm",
-        PreTokenizer(
-            (r"[\r\n]", rf"\s?[{_CASED_LETTERS}]+", _DEEPSEEK_PUNCTUATION, r"\s+$", _DEEPSEEK_CJK, r"\p{N}+")
-        ),
+        PreTokenizer((r"[\r\n]", rf"\s?[{_CASED_LETTERS}]+", _DEEPSEEK_PUNCTUATION, r"\s+$", _DEEPSEEK_CJK, r"\p{N}+")),
     ),
     ("deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, _DIGIT))),
     ("deepseek-v3 hunyuan-dense", PreTokenizer((r"\p{N}{1,3}", _DEEPSEEK3_CJK, _DEEPSEEK3))),

@@ -38,9 +38,7 @@ def build_decoder(add_space_prefix: bool) -> decoders.Decoder:
     return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if add_space_prefix else steps)
 
 
-def _merges(
-    pieces: Sequence[str], scores: Sequence[float], mergeable: Sequence[bool]
-) -> list[tuple[str, str]]:
+def _merges(pieces: Sequence[str], scores: Sequence[float], mergeable: Sequence[bool]) -> list[tuple[str, str]]:
     """Returns every pair of pieces that makes a piece, best score first.
 
     SentencePiece takes the leftmost of equally good pairs, which a merge list cannot say. It matters only

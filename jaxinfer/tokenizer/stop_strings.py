@@ -15,9 +15,7 @@ class StopMatcher:
 
     def __init__(self, stop: Sequence[str], *, include_in_output: bool):
         if isinstance(stop, str):
-            raise ValueError(
-                f"stop must be a list of strings, got the string {stop!r}; write stop=[{stop!r}]"
-            )
+            raise ValueError(f"stop must be a list of strings, got the string {stop!r}; write stop=[{stop!r}]")
         for index, string in enumerate(stop):
             if not isinstance(string, str) or not string:
                 raise ValueError(f"stop[{index}] must be a non-empty string, got {string!r}")

@@ -26,9 +26,7 @@ class TokenBytes:
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.vocab_size = max(
-            backend.get_vocab_size(with_added_tokens=False), max(self._added, default=-1) + 1
-        )
+        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=False), max(self._added, default=-1) + 1)
         steps = _decoder_steps(backend)
         kinds = {step["type"] for step in steps}
         self._characters = _gpt2_characters() if kinds == {"ByteLevel"} else None

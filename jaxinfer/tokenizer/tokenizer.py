@@ -47,9 +47,7 @@ class Tokenizer:
         if add_bos and bos_token_id is None:
             raise ValueError("add_bos=True wants a bos_token_id, got None; pass the id or add_bos=False")
         if add_eos and not eos_token_ids:
-            raise ValueError(
-                "add_eos=True wants an entry in eos_token_ids, got none; pass one or add_eos=False"
-            )
+            raise ValueError("add_eos=True wants an entry in eos_token_ids, got none; pass one or add_eos=False")
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
         self._token_bytes = TokenBytes(backend)
@@ -164,9 +162,7 @@ class Tokenizer:
         suffix = self._suffix if ids[-1:] != self._suffix else []
         return prefix + ids + suffix
 
-    def decode(
-        self, ids: Iterable[int], *, skip_special_tokens: bool = True, continuation: bool = False
-    ) -> str:
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True, continuation: bool = False) -> str:
         """Returns the text of token ids; bytes that are not valid UTF-8 become U+FFFD.
 
         Args:

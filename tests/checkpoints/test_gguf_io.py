@@ -27,9 +27,7 @@ def test_quantized_values_come_back_close_and_in_order(write_gguf, rng, name):
         read = file.read("w")
     assert file.spec("w") == ((48, 4160), name)
     assert read.dtype == np.float32
-    tolerance = {"Q8_0": 0.03, "Q5_0": 0.3, "Q5_1": 0.2, "Q4_0": 0.6, "Q4_1": 0.4}[
-        name
-    ]  # about half a step of 9
+    tolerance = {"Q8_0": 0.03, "Q5_0": 0.3, "Q5_1": 0.2, "Q4_0": 0.6, "Q4_1": 0.4}[name]  # about half a step of 9
     np.testing.assert_allclose(read, weight, atol=tolerance)
 
 
@@ -59,9 +57,7 @@ def test_types_without_dequantization_say_so(write_gguf, name):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64, np.int8, np.int32, ml_dtypes.bfloat16])
 def test_plain_types_are_views_of_the_file(write_gguf, rng, dtype):
     values = (rng.standard_normal((5, 7)) * 10).astype(dtype)
-    kind = {"bfloat16": "BF16", "int8": "I8", "int32": "I32"}.get(
-        values.dtype.name, f"F{values.itemsize * 8}"
-    )
+    kind = {"bfloat16": "BF16", "int8": "I8", "int32": "I32"}.get(values.dtype.name, f"F{values.itemsize * 8}")
     stored = values.view(np.uint8) if kind == "BF16" else values
     path = write_gguf({"w": (stored, KINDS[kind])})
     with GGUFFile(path) as file:

@@ -31,9 +31,7 @@ def test_existing_paths_win(tmp_path, monkeypatch):
 )
 def test_anything_else_lists_what_can_be_given(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"wanted an existing GGUF file .* \(smollm2-135m\), or a hub id 'org/name'"
-    ):
+    with pytest.raises(ValueError, match=r"wanted an existing GGUF file .* \(smollm2-135m\), or a hub id 'org/name'"):
         hub.resolve(model)
 
 

@@ -95,9 +95,7 @@ def test_dtype_replaces_floating_dtypes_only(source):
 
 def test_progress_counts_to_the_total(source):
     calls = []
-    load_tree(
-        source, PLAN, ABSTRACT, progress=lambda *call: calls.append((*call, threading.current_thread()))
-    )
+    load_tree(source, PLAN, ABSTRACT, progress=lambda *call: calls.append((*call, threading.current_thread())))
     total = 16 * 8 * 4 + 8 * 8 * 2 + 4 * 8 * 4 + 3 * 4
     assert [call[0] for call in calls] == sorted(call[0] for call in calls)
     assert len(calls) == 4
@@ -209,9 +207,7 @@ def test_from_safetensors_and_from_gguf(tmp_path, write_gguf, rng, mesh):
     columns = jax.sharding.NamedSharding(mesh, jax.P(None, "model"))
     safetensors.numpy.save_file({"w": weight.astype(ml_dtypes.bfloat16)}, tmp_path / "model.safetensors")
     with SafetensorsSource(tmp_path) as source:
-        tree = load_tree(
-            source, {"w": Target("w")}, {"w": leaf(8, 64, dtype=jnp.bfloat16)}, shardings=columns
-        )
+        tree = load_tree(source, {"w": Target("w")}, {"w": leaf(8, 64, dtype=jnp.bfloat16)}, shardings=columns)
     np.testing.assert_array_equal(tree["w"], weight.astype(ml_dtypes.bfloat16))
     kind = gguf.GGMLQuantizationType.Q8_0
     packed = gguf.quants.quantize(weight, kind)

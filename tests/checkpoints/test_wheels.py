@@ -66,9 +66,7 @@ def cache(tmp_path):
 
 
 def left(cache):
-    return sorted(
-        str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file() or path.name[0] == "."
-    )
+    return sorted(str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file() or path.name[0] == ".")
 
 
 def test_pull_verifies_caches_and_reports(model, cache, fake_pip):

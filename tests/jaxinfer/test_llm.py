@@ -47,7 +47,11 @@ def test_chat_is_generation_from_the_rendered_template(llm):
 
 
 def test_stream_joins_to_the_text_of_generate(llm):
-    for params in (GREEDY, SamplingParams(temperature=1, seed=5, max_tokens=30), dataclasses.replace(GREEDY, echo=True)):
+    for params in (
+        GREEDY,
+        SamplingParams(temperature=1, seed=5, max_tokens=30),
+        dataclasses.replace(GREEDY, echo=True),
+    ):
         [output] = llm.generate("hello", params)
         chunks = list(llm.stream("hello", params))
         assert "".join(chunk.text for chunk in chunks) == output.outputs[0].text
@@ -95,7 +99,9 @@ def test_a_seed_is_repeatable_and_independent_of_the_company(llm):
     [alone] = llm.generate("hello", params)
     crowd = llm.generate(["hello", "x", "y", "z"], [params, *[SamplingParams(max_tokens=9)] * 3])
     assert crowd[0].outputs[0].token_ids == alone.outputs[0].token_ids
-    assert llm.generate("hello", dataclasses.replace(params, seed=4))[0].outputs[0].token_ids != alone.outputs[0].token_ids
+    assert (
+        llm.generate("hello", dataclasses.replace(params, seed=4))[0].outputs[0].token_ids != alone.outputs[0].token_ids
+    )
 
 
 def test_prompt_logprobs_and_echo(llm, naive):
@@ -139,7 +145,7 @@ def test_length_is_bounded_by_the_model(llm):
 
 
 @pytest.mark.parametrize(
-    "prompt, params, message",
+    ("prompt", "params", "message"),
     [
         ("", {}, "the prompt is empty: give at least one token"),
         ([[]], {}, "the prompt is empty"),
@@ -162,7 +168,7 @@ def test_bad_calls(llm, model):
         LLM(model, max_seqs=3)
     with pytest.raises(ValueError, match="sampling_params must be one for all or one for each of the 2 prompts, got 3"):
         llm.generate(["a", "b"], [GREEDY] * 3)
-    with pytest.raises(ValueError, match='priority needs LLM'):
+    with pytest.raises(ValueError, match="priority needs LLM"):
         llm.generate(["a"], GREEDY, priority=[1])
     with pytest.raises(ValueError, match=r"params must be SamplingParams, got \{'temperature': 1\}"):
         llm.generate("a", {"temperature": 1})

@@ -109,7 +109,7 @@ def test_an_interrupted_answer_is_remembered_as_far_as_it_went(llm):
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("arguments", "message"),
     [
         (["run", "x", "-m", "nowhere"], "no model 'nowhere': wanted an existing GGUF file"),
         (["run", "x", "-m", TINY, "--temperature", "-1"], "temperature must be finite and at least 0, got -1.0"),

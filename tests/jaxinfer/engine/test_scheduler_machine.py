@@ -7,7 +7,14 @@ it was chunked, preempted, run ahead or aborted.
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.page_pool import PagePool
@@ -56,7 +63,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests = []
         self.cache = {}  # slot in a page: (request, position) whose key was written there last
 
-    @rule(prompt=st.integers(1, MAX_LEN - 1), output=st.integers(1, MAX_LEN), priority=st.integers(-2, 2), mask=st.booleans())
+    @rule(
+        prompt=st.integers(1, MAX_LEN - 1),
+        output=st.integers(1, MAX_LEN),
+        priority=st.integers(-2, 2),
+        mask=st.booleans(),
+    )
     def add(self, prompt, output, priority, mask):
         number = len(self.requests)
         request = Request(

@@ -9,9 +9,7 @@ from tests.jaxinfer.sampling import reference
 def test_penalties_match_the_reference(logits, rng):
     counts = rng.integers(0, 3, logits.shape).astype(np.int32)
     in_prompt = rng.random(logits.shape) < 0.2
-    settings = np.float32(
-        [[1, 0, 0], [1.3, 0, 0], [0.7, 0, 0], [1, 0.5, 0], [1, 0, -0.4], [1.2, 2, 1], [1, -2, 0]]
-    )
+    settings = np.float32([[1, 0, 0], [1.3, 0, 0], [0.7, 0, 0], [1, 0.5, 0], [1, 0, -0.4], [1.2, 2, 1], [1, -2, 0]])
     got = np.asarray(jax.jit(penalize)(logits, counts, in_prompt, *settings.T))
     np.testing.assert_array_equal(got[0], logits[0])
     for i, row in enumerate(logits):

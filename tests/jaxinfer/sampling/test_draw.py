@@ -42,9 +42,7 @@ def test_dropped_tokens_are_never_drawn():
 def test_words_are_fold_in_of_seed_and_position():
     seeds = [0, 5, 2**32 + 1, 2**63 - 1]
     positions = [0, 7, 7, 2**31 - 1]
-    words = random_words(
-        jnp.asarray([seed_words(s) for s in seeds], jnp.uint32), jnp.asarray(positions, jnp.int32)
-    )
+    words = random_words(jnp.asarray([seed_words(s) for s in seeds], jnp.uint32), jnp.asarray(positions, jnp.int32))
     with jax.enable_x64(True):
         for word, seed, position in zip(np.asarray(words), seeds, positions, strict=True):
             key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), np.uint32(position))

@@ -93,15 +93,11 @@ def test_no_limit_allows_any_min_tokens():
 def test_from_dict():
     params = SamplingParams.from_dict({"temperature": 0, "logit_bias": {"7": 2}})
     assert params == SamplingParams(temperature=0, logit_bias={7: 2})
-    with pytest.raises(
-        ValueError, match=r"'temprature'; did you mean 'temperature'.*valid names: n, temperature"
-    ):
+    with pytest.raises(ValueError, match=r"'temprature'; did you mean 'temperature'.*valid names: n, temperature"):
         SamplingParams.from_dict({"temprature": 1})
 
 
-@pytest.mark.parametrize(
-    "field", [{"logit_bias": {10: 1.0}}, {"allowed_token_ids": [3, 10]}, {"stop_token_ids": [10]}]
-)
+@pytest.mark.parametrize("field", [{"logit_bias": {10: 1.0}}, {"allowed_token_ids": [3, 10]}, {"stop_token_ids": [10]}])
 def test_ids_are_checked_against_the_vocabulary(field):
     params = SamplingParams(**field)
     validate_token_ids(params, 11)

@@ -66,9 +66,7 @@ def test_mixture_equals_each_row_alone():
         token, alone, _ = run(padded, one(params, slot=2, position=13, seed=i, num_rows=4), alone)
         assert token[0] == tokens[i], params
         np.testing.assert_array_equal(alone.output_counts[2], new.output_counts[i])
-        assert (
-            (new.output_counts[i].sum() == 4) if uses_penalties(params) else (not new.output_counts[i].any())
-        )
+        assert (new.output_counts[i].sum() == 4) if uses_penalties(params) else (not new.output_counts[i].any())
         single, _, _ = run(x[i : i + 1], one(params, slot=i, position=13, seed=i), state)
         assert single[0] == tokens[i], params
 
@@ -127,18 +125,14 @@ def test_stop_tokens_stop_and_wait_for_min_tokens():
 
 
 def test_penalties_follow_the_counts_and_survive_preemption():
-    params = SamplingParams(
-        temperature=0.8, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=1.0
-    )
+    params = SamplingParams(temperature=0.8, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=1.0)
     x = np.zeros((1, V), np.float32)
     x[0, :8] = 4
     prompt = [1, 2, 2]
     state = install(fresh(), 3, params, prompt)
     output = []
     for step in range(12):
-        greedy = SamplingParams(
-            temperature=0, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=1.0
-        )
+        greedy = SamplingParams(temperature=0, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=1.0)
         counts = np.bincount(output, minlength=V)
         want = np.argmax(reference.penalize(x[0], counts, np.isin(np.arange(V), prompt), 1.4, 0.5, 1.0))
         assert run(x, one(greedy, slot=3, position=3 + step), state)[0][0] == want

@@ -62,13 +62,9 @@ def test_processors_apply_to_what_the_one_before_left(logits):
 def test_candidates_and_bisection_agree_bit_for_bit(logits, monkeypatch):
     y = jnp.asarray(log_weights(logits))
     ks, ps = jnp.full(7, 60, jnp.int32), jnp.full(7, 0.7, jnp.float32)
-    fast = jax.jit(lambda y: truncate(y, masses(y), top_k=ks, top_p=ps, min_p=ps * 0, typical_p=ps * 0 + 1))(
-        y
-    )
+    fast = jax.jit(lambda y: truncate(y, masses(y), top_k=ks, top_p=ps, min_p=ps * 0, typical_p=ps * 0 + 1))(y)
     monkeypatch.setattr("jaxinfer.sampling.truncation.NUM_CANDIDATES", 1)  # too few: bisection
-    slow = jax.jit(lambda y: truncate(y, masses(y), top_k=ks, top_p=ps, min_p=ps * 0, typical_p=ps * 0 + 1))(
-        y
-    )
+    slow = jax.jit(lambda y: truncate(y, masses(y), top_k=ks, top_p=ps, min_p=ps * 0, typical_p=ps * 0 + 1))(y)
     np.testing.assert_array_equal(fast.threshold, slow.threshold)
 
 
@@ -100,9 +96,7 @@ def test_largest_threshold_is_exact():
     values = jnp.asarray([[3.0, -1.0, 3.0, -jnp.inf, -0.0], [0.0, 0.0, 0.0, 0.0, 0.0]], jnp.float32)
     for target, want in [(1, 3), (2, 3), (3, 0), (4, -1), (5, -np.inf), (6, -np.inf)]:
         got = largest_threshold(values, np.uint32(1), jnp.asarray([target, 1], jnp.uint32))
-        np.testing.assert_array_equal(
-            values >= got[:, None], values >= jnp.asarray([[want], [0]], jnp.float32)
-        )
+        np.testing.assert_array_equal(values >= got[:, None], values >= jnp.asarray([[want], [0]], jnp.float32))
 
 
 def test_masses_are_probabilities(logits):
@@ -119,7 +113,5 @@ def test_top_p_stops_at_exactly_its_mass(monkeypatch):
     units = jnp.asarray([[4, 2, 1, 1]] * 4, jnp.uint32)
     for num_candidates in (128, 1):
         monkeypatch.setattr("jaxinfer.sampling.truncation.NUM_CANDIDATES", num_candidates)
-        got = top_threshold(
-            y, units, jnp.zeros(4, jnp.int32), jnp.asarray([0.5, 0.51, 0.75, 0.85], jnp.float32)
-        )
+        got = top_threshold(y, units, jnp.zeros(4, jnp.int32), jnp.asarray([0.5, 0.51, 0.75, 0.85], jnp.float32))
         np.testing.assert_array_equal(got, np.float32([0, -1, -1, -2]))

@@ -5,9 +5,7 @@ from hypothesis import strategies as st
 from jaxinfer.tokenizer import IncrementalDetokenizer
 
 ALPHABET = "ab \n1.\u00e9e\u0301\u0928\u094d\u4e2d\U0001f600\U0001f469\u200d\U0001f4bb\U0001f1e9\u2581"
-TEXT = st.text(
-    alphabet=st.one_of(st.sampled_from(ALPHABET), st.characters(exclude_categories=["Cs"])), max_size=40
-)
+TEXT = st.text(alphabet=st.one_of(st.sampled_from(ALPHABET), st.characters(exclude_categories=["Cs"])), max_size=40)
 
 
 @pytest.fixture(params=["byte_level", "sentencepiece_like"], scope="module")
@@ -81,9 +79,7 @@ def test_stop_strings_cut_the_text_whatever_the_pushes(tokenizer, text, stop, in
 
 
 def test_a_character_is_held_until_its_last_byte(byte_level):
-    ids = [
-        byte_level._backend.token_to_id(c) for c in "\u00f0\u0141\u013c\u0122"
-    ]  # F0 9F 9A 80 in GPT-2's alphabet
+    ids = [byte_level._backend.token_to_id(c) for c in "\u00f0\u0141\u013c\u0122"]  # F0 9F 9A 80 in GPT-2's alphabet
     assert b"".join(map(byte_level.token_bytes, ids)) == "\U0001f680".encode()
     detokenizer = IncrementalDetokenizer(byte_level)
     assert [detokenizer.push([i]) for i in ids] == ["", "", "", "\U0001f680"]

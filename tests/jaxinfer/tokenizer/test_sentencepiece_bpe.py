@@ -12,11 +12,7 @@ def reference(golden_directory):
     return sentencepiece.SentencePieceProcessor(model_proto=model)
 
 
-@given(
-    text=st.text(
-        alphabet=st.sampled_from("  \n\tabehilnot013.,'\u00e9\u0301\u4e2d\u6587\U0001f600"), max_size=60
-    )
-)
+@given(text=st.text(alphabet=st.sampled_from("  \n\tabehilnot013.,'\u00e9\u0301\u4e2d\u6587\U0001f600"), max_size=60))
 def test_ids_equal_sentencepiece(sentencepiece_like, reference, text):
     assert sentencepiece_like.encode(text, add_special_tokens=False) == reference.encode(text)
 
