@@ -76,11 +76,11 @@ def rope_from_gguf(
     original = get("scaling.original_context_length", metadata[f"{architecture}.context_length"])
     extra = float(get("scaling.attn_factor", 1.0))  # llama.cpp multiplies YaRN's own factor by it
     attention_factor = extra * yarn_mscale(float(factor)) if kind == "yarn" else None
-    betas = {f"beta_{name}": get(f"scaling.yarn_beta_{name}", None) for name in ("fast", "slow")}
     return theta, RopeScaling(
         kind,
         factor=float(factor),
         original_max_position_embeddings=original,
         attention_factor=attention_factor,
-        **{name: float(value) for name, value in betas.items() if value is not None},
+        beta_fast=float(get("scaling.yarn_beta_fast", RopeScaling.beta_fast)),
+        beta_slow=float(get("scaling.yarn_beta_slow", RopeScaling.beta_slow)),
     )
