@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.model.batch import TokenBatch, decode_batch
@@ -90,7 +91,7 @@ def generate(
     lens = jnp.full(B, T, jnp.int32) if prompt_lens is None else jnp.asarray(prompt_lens, jnp.int32)
     if lens.shape != (B,):
         raise ValueError(f"prompt_lens must have shape [B={B}], got {list(lens.shape)}")
-    if prompt_lens is not None and not isinstance(prompt_lens, jax.core.Tracer):
+    if prompt_lens is not None and not isinstance(prompt_lens, Tracer):
         known = np.asarray(prompt_lens)
         if known.min() < 1 or known.max() > T:
             raise ValueError(f"prompt_lens must be from 1 to T={T}, got {known.tolist()}")
@@ -140,7 +141,8 @@ def generate(
 
 def _per_row(options: dict[str, Any], B: int) -> dict[str, jax.Array]:
     """Returns the sampling parameters as arrays [B]; ranges are checked where they are plain numbers."""
-    SamplingParams(**{name: value for name, value in options.items() if isinstance(value, int | float)})
+    plain: dict[str, Any] = {name: value for name, value in options.items() if isinstance(value, int | float)}
+    SamplingParams(**plain)
     arrays = {}
     for name, value in options.items():
         array = jnp.asarray(value, jnp.int32 if name == "top_k" else jnp.float32)

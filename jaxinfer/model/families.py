@@ -116,7 +116,7 @@ def config_from_gguf(metadata: Metadata, tensor_names: frozenset[str], rope_fact
             f"mixture-of-experts models are not supported, got {metadata['general.architecture']}.expert_count"
         )
     window = metadata.get(f"{architecture}.attention.sliding_window")
-    theta, scaling = rope_from_gguf(metadata, architecture, rope_factors)
+    theta, scaling = rope_from_gguf(metadata, family.gguf_architecture, rope_factors)
     return ModelConfig(
         family=family.hf_model_type,
         vocab_size=metadata.get(f"{architecture}.vocab_size") or len(_get(metadata, "tokenizer.ggml.tokens")),

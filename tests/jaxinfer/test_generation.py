@@ -17,8 +17,8 @@ from tests.helpers import PagedRow
 
 MODEL = Path("tests/golden/models/tiny-chat")
 GOLDEN = dict(np.load(MODEL / "golden.npz"))
-B, T, N = 4, 52, 24  # two rows go on from the first page of 64 tokens to the second
-PROMPT_LENS = np.array([len(GOLDEN["token_ids"]), 52, 47, 1], np.int32)
+B, T, N = 4, 70, 24  # of two rows, one's prompt and the other's answer go on to a second page of 64 tokens
+PROMPT_LENS = np.array([len(GOLDEN["token_ids"]), 70, 47, 1], np.int32)
 TOKENS = np.random.default_rng(0).integers(3, 320, (B, T), np.int32)
 TOKENS[0, : PROMPT_LENS[0]] = GOLDEN["token_ids"]
 
@@ -61,7 +61,7 @@ def test_greedy_rows_equal_each_row_alone(model, greedy):
     assert greedy.token_ids[0].tolist() == GOLDEN["greedy"].tolist()
     for row in range(B):
         alone = PagedRow(model.decoder, model.params)
-        logits, tokens = alone.feed(TOKENS[row, : PROMPT_LENS[row]])[-1], []
+        logits, tokens = alone.feed_in_chunks(TOKENS[row, : PROMPT_LENS[row]], 64)[-1], []
         for i in range(N):
             tokens.append(int(logits.argmax()))
             assert greedy.logprobs[row, i] == pytest.approx(log_softmax(logits)[tokens[-1]], abs=1e-4)
@@ -78,6 +78,11 @@ def test_sampling_is_decided_by_the_key(run):
     for a, b in [(first.token_ids[i], first.token_ids[j]) for i in range(B) for j in range(i)]:
         assert a.tolist() != b.tolist()  # one prompt, four rows
     assert (first.token_ids != other.token_ids).any(axis=1).all()
+
+
+def test_every_step_draws_anew(run):
+    out = run(temperature=1000)  # nearly uniform over 320 tokens
+    assert min(len(set(row.tolist())) for row in np.asarray(out.token_ids)) > N - 6
 
 
 def test_logprobs_of_sampled_tokens_are_the_models(model, run):
