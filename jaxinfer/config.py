@@ -60,15 +60,15 @@ class ModelConfig:
         Raises:
             ValueError: a size is not positive, or two of them do not fit together.
         """
-        if not self.layer_windows:
-            object.__setattr__(self, "layer_windows", (None,) * self.num_layers)
-        if not self.layer_rope:
-            object.__setattr__(self, "layer_rope", (True,) * self.num_layers)
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
                      "head_dim", "max_position_embeddings"):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if not self.layer_windows:
+            object.__setattr__(self, "layer_windows", (None,) * self.num_layers)
+        if not self.layer_rope:
+            object.__setattr__(self, "layer_rope", (True,) * self.num_layers)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
@@ -133,10 +133,10 @@ class EngineConfig:
         """
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "decode_steps"):
             _check_positive(name, getattr(self, name))
-        for name, least in (("max_model_len", 1), ("num_pages", 2)):
+        for name in ("max_model_len", "num_pages"):  # a prompt token and a new one; a page besides the null page
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise ValueError(f"{name} must be an integer of at least {least}, or None, got {value!r}")
+            if value is not None and (not isinstance(value, int) or value < 2):
+                raise ValueError(f"{name} must be an integer of at least 2, or None, got {value!r}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
@@ -146,6 +146,8 @@ class EngineConfig:
             raise ValueError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
         if self.policy not in ("fcfs", "priority"):
             raise ValueError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
+        if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
+            raise ValueError(f"seed must be a non-negative integer or None, got {self.seed!r}")
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -32,8 +32,8 @@ def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> 
 def plan_pages(model: ModelConfig, config: EngineConfig, itemsize: int, free: int, is_cpu: bool) -> tuple[int, int]:
     """Returns the number of pages, the null page included, and the longest request in tokens.
 
-    Never more pages than `max_num_seqs` requests of full length could use. Without `max_model_len` the length is
-    the model's own, or what the pages can hold where that is less.
+    Unless `num_pages` is given, never more pages than `max_num_seqs` requests of full length could use. Without
+    `max_model_len` the length is the model's own, or what the pages can hold where that is less.
 
     Args:
         model: shape of the model.
@@ -43,7 +43,7 @@ def plan_pages(model: ModelConfig, config: EngineConfig, itemsize: int, free: in
         is_cpu: whether memory is shared with the rest of the machine.
 
     Raises:
-        ValueError: the pages cannot hold one request of `max_model_len` tokens.
+        ValueError: the pages cannot hold one request of `max_model_len` tokens, or that is more than the model's limit.
     """
     limit = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
@@ -69,5 +69,10 @@ def plan_pages(model: ModelConfig, config: EngineConfig, itemsize: int, free: in
         raise ValueError(
             f"the KV cache is too small for one request: {num_pages} pages hold {capacity} tokens, "
             f"max_model_len is {config.max_model_len}; raise num_pages or memory_fraction, or lower max_model_len"
+        )
+    if capacity < 2:
+        raise ValueError(
+            f"the KV cache is too small for any request: {num_pages} pages hold {capacity} tokens, and a prompt with "
+            "one new token needs at least 2; raise num_pages or page_size"
         )
     return num_pages, min(wanted, capacity)

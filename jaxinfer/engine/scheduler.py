@@ -157,9 +157,14 @@ class Scheduler:
         slots = sorted([*self._free_slots, *(request.slot for request in self.running if request.slot is not None)])
         if slots != list(range(self.config.max_num_seqs)):
             raise RuntimeError(f"slots are inconsistent: {slots}")
-        for queue in (self.waiting, self.running):
+        for queue, status in ((self.waiting, Status.WAITING), (self.running, Status.RUNNING)):
             if [r.sort_key for r in queue] != sorted(r.sort_key for r in queue):
                 raise RuntimeError("a queue is out of order")
+            for request in queue:
+                if request.status is not status:
+                    raise RuntimeError(f"{request.request_id} has status {request.status} in the queue of {status}")
+                if request.num_in_flight < 0:
+                    raise RuntimeError(f"{request.request_id}: {request.num_in_flight} tokens are in flight")
         for request in self.running:
             held = len(request.pages) * self.pool.page_size
             if not request.num_computed_tokens <= min(request.num_tokens, held):

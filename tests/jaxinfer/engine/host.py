@@ -43,3 +43,10 @@ def rows_of(step):
 
 def names(requests):
     return [request.request_id for request in requests]
+
+
+def assert_all_free(scheduler):
+    assert not scheduler.has_unfinished
+    assert scheduler.pool.num_used == 0
+    assert len(scheduler._free_slots) == scheduler.config.max_num_seqs
+    scheduler.check_integrity()
