@@ -71,6 +71,8 @@ def test_covers_every_visible_pair_once(name, window):
         assert len(work) == len(set(work))
         assert wanted <= set(work)
         spare = {(block, row) for _, row, block in set(work) - wanted}
+        for token, row, _ in work:
+            assert row == token if is_decode else cu_q_lens[row] <= token < cu_q_lens[row + 1]
         if not is_decode:  # what is not needed by a token is needed by another of its tile
             assert all(any(row == r and block == b for _, r, b in wanted) for block, row in spare)
     assert (positions[cu_q_lens[-1] :] == -1).all()
