@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.model.batch import TokenBatch, decode_batch
-from jaxinfer.model.decoder import Decoder
+from jaxinfer.model.decoder import Decoder, forward, head_logits
 from jaxinfer.model.kv_cache import KVCache
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.params import SamplingParams
@@ -91,7 +91,7 @@ def generate(
     lens = jnp.full(B, T, jnp.int32) if prompt_lens is None else jnp.asarray(prompt_lens, jnp.int32)
     if lens.shape != (B,):
         raise ValueError(f"prompt_lens must have shape [B={B}], got {list(lens.shape)}")
-    if prompt_lens is not None and not isinstance(prompt_lens, Tracer):
+    if prompt_lens is not None and not isinstance(prompt_lens, jax.core.Tracer):
         known = np.asarray(prompt_lens)
         if known.min() < 1 or known.max() > T:
             raise ValueError(f"prompt_lens must be from 1 to T={T}, got {known.tolist()}")
@@ -112,20 +112,20 @@ def generate(
     page_indices = 1 + jnp.arange(B * pages_per_row, dtype=jnp.int32).reshape(B, pages_per_row)
     cache = KVCache.init(decoder.config, 1 + B * pages_per_row, PAGE_SIZE, decoder.dtype)
     batch = _prefill_batch(tokens, lens, page_indices)
-    hidden, cache = decoder.apply({"params": params}, cache, batch)
+    hidden, cache = forward(decoder, params, cache, batch)
     hidden = hidden[batch.cu_q_lens[1:] - 1]
     stops = jnp.asarray(stop_token_ids, jnp.int32)
 
     def body(carry: tuple) -> tuple:
         step, active, hidden, cache, out = carry
-        logits = decoder.apply({"params": params}, hidden, method="logits")
+        logits = head_logits(decoder, params, hidden)
         now = dataclasses.replace(rows, positions=lens + step, active=active)
         sampled, _, _ = sample(logits, now, None)
         out = _append(out, step, active, sampled, logits, pad_token_id)
         active &= ~jnp.any(sampled[:, None] == stops[None, :], axis=1)
         # The pass after the last token is not needed; leaving it out would compile the sampler twice.
         batch = decode_batch(sampled, lens + step, page_indices, active, PAGE_SIZE)
-        hidden, cache = decoder.apply({"params": params}, cache, batch)
+        hidden, cache = forward(decoder, params, cache, batch)
         return step + 1, active, hidden, cache, out
 
     def goes_on(carry: tuple) -> Bool[Array, ""]:
@@ -142,7 +142,7 @@ def generate(
 def _per_row(options: dict[str, Any], B: int) -> dict[str, jax.Array]:
     """Returns the sampling parameters as arrays [B]; ranges are checked where they are plain numbers."""
     plain: dict[str, Any] = {name: value for name, value in options.items() if isinstance(value, int | float)}
-    SamplingParams(**plain)
+    SamplingParams.from_dict(plain)
     arrays = {}
     for name, value in options.items():
         array = jnp.asarray(value, jnp.int32 if name == "top_k" else jnp.float32)

@@ -2,9 +2,9 @@
 
 import itertools
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from jaxinfer.compile_cache import enable_compile_cache
 from jaxinfer.config import EngineConfig
@@ -86,15 +86,15 @@ class LLM:
         Raises:
             ValueError: a prompt or parameter is not valid; then none of the prompts has run.
         """
-        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)  # pyright: ignore[reportAssignmentType]
-        params = _per_prompt("sampling_params", sampling_params, len(prompts))
+        several: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        params = _per_prompt("sampling_params", sampling_params, len(several))
         if priority is not None and self.engine.config.policy != "priority":
             raise ValueError('priority needs LLM(..., policy="priority")')
-        priorities = [0] * len(prompts) if priority is None else _per_prompt("priority", priority, len(prompts))
-        ids = [f"llm-{next(self._ids)}" for _ in prompts]
+        priorities = [0] * len(several) if priority is None else _per_prompt("priority", priority, len(several))
+        ids = [f"llm-{next(self._ids)}" for _ in several]
         open_ids: set[str] = set()
         try:
-            for request_id, prompt, param, level in zip(ids, prompts, params, priorities):
+            for request_id, prompt, param, level in zip(ids, several, params, priorities):
                 self.engine.add_request(request_id, prompt, param, priority=level)
                 open_ids.add(request_id)
             outputs: dict[str, RequestOutput] = {}
@@ -127,34 +127,31 @@ class LLM:
         Raises:
             ValueError: the model has no chat template, or a message is malformed.
         """
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        prompts = [
-            self.tokenizer.apply_chat_template(one, tools=tools, **template_options)  # pyright: ignore[reportArgumentType]
-            for one in conversations
-        ]
+        conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [self.tokenizer.apply_chat_template(one, tools=tools, **template_options) for one in conversations]
         return self.generate(prompts, sampling_params)
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Iterator[CompletionChunk]:
+    ) -> Generator[CompletionChunk]:
         """Yields the output of one prompt, or of one conversation, piece by piece.
 
         The texts of the chunks joined are the text that `generate` returns. Closing the iterator, or breaking out
         of its loop, aborts the request.
         """
-        text = self.tokenizer.apply_chat_template(prompt) if _is_conversation(prompt) else prompt  # pyright: ignore[reportArgumentType]
+        text: Any = self.tokenizer.apply_chat_template(prompt) if _is_conversation(prompt) else prompt
         request_id = f"llm-{next(self._ids)}"
-        self.engine.add_request(request_id, text, sampling_params)  # pyright: ignore[reportArgumentType]
+        self.engine.add_request(request_id, text, sampling_params)
         self._inboxes[request_id] = []
-        stream = self._stream(request_id)
+        stream: Any = self._stream(request_id)
         next(stream)  # started: dropping the iterator unread aborts the request as well
-        return stream  # pyright: ignore[reportReturnType]
+        return stream
 
     def stats(self) -> EngineStats:
         """Returns counters of queues, pages and compilation."""
         return self.engine.stats()
 
-    def _stream(self, request_id: str) -> Iterator[CompletionChunk | None]:
+    def _stream(self, request_id: str) -> Generator[CompletionChunk | None]:
         try:
             yield None
             while not self.engine.is_finished(request_id) or self._inboxes[request_id]:
@@ -196,7 +193,7 @@ def _is_one_prompt(prompts: Any) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral))
 
 
-def _is_conversation(prompt: Any) -> bool:
+def _is_conversation(prompt: Any) -> TypeGuard[Sequence[Message]]:
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 

@@ -6,7 +6,12 @@ import jax
 from jax.sharding import AxisType
 
 
-def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(
+    *,
+    data: int = 1,
+    model: int = 1,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+) -> jax.sharding.Mesh:
     """Returns a mesh with axes "data" and "model", of Auto type: the compiler propagates shardings through jit.
 
     Args:

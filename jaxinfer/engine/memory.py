@@ -10,7 +10,7 @@ from jaxinfer.config import EngineConfig, ModelConfig
 CPU_CACHE_LIMIT = 1 << 30  # bytes taken by default on a machine whose memory is shared with everything else
 
 
-def free_memory(device: jax.Device) -> int:
+def free_memory(device: jax.Device) -> int:  # pyright: ignore[reportInvalidTypeForm]
     """Returns the bytes that are free on the device, or in the host's memory for a CPU device."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:

@@ -168,7 +168,7 @@ class ModelRunner:
 
     def _token_mask(self, scheduled: ScheduledStep, num_rows: int) -> jax.Array | np.ndarray:
         """Returns which tokens each row may sample; almost always all of them, from one array kept on the device."""
-        banned = {
+        banned: dict[int, Sequence[int]] = {
             s: tokens
             for s, row in enumerate(scheduled.rows)
             if row.request.needs_host_mask and (tokens := row.request.banned_next_tokens())

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.model.decoder import Decoder
+from jaxinfer.model.decoder import Decoder, head_logits
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.logprobs import token_logprobs
 from jaxinfer.sampling.params import MAX_LOGPROBS
@@ -59,5 +59,5 @@ class Scorer:
 def _score_block(
     decoder: Decoder, params: Params, hidden: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    logits = decoder.apply({"params": params}, hidden, method="logits")
+    logits = head_logits(decoder, params, hidden)
     return token_logprobs(logits, targets, MAX_LOGPROBS)

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxinfer.engine.batch import BatchShape, StepBatch
 from jaxinfer.model.batch import decode_batch
-from jaxinfer.model.decoder import Decoder
+from jaxinfer.model.decoder import Decoder, forward, head_logits
 from jaxinfer.model.kv_cache import KVCache
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.rows import ENDS_REQUEST
@@ -58,7 +58,7 @@ def ragged_step(
     row = jnp.minimum(jnp.arange(T, dtype=jnp.int32), S - 1)  # decode rows come first: token t is row t
     token_ids = _known_tokens(batch.tokens.token_ids, state.last_tokens, batch.sampling.slots[row])
     tokens = dataclasses.replace(batch.tokens, token_ids=token_ids)
-    hidden, cache = decoder.apply({"params": params}, state.cache, tokens)
+    hidden, cache = forward(decoder, params, state.cache, tokens)
     state = dataclasses.replace(state, cache=cache)
     state, sampled, _ = _sample(decoder, params, state, hidden[batch.logits_indices], batch.sampling, token_mask)
     return state, StepOutput(sampled[None], hidden)
@@ -81,7 +81,7 @@ def decode_steps(
         step, token_ids, stopped, state, output = carry
         active = is_active(step, stopped)
         tokens = decode_batch(token_ids, first_positions + step, batch.tokens.page_indices, active, page_size)
-        hidden, cache = decoder.apply({"params": params}, state.cache, tokens)
+        hidden, cache = forward(decoder, params, state.cache, tokens)
         state = dataclasses.replace(state, cache=cache)
         rows = dataclasses.replace(batch.sampling, positions=batch.sampling.positions + step, active=active)
         state, sampled, now_stopped = _sample(decoder, params, state, hidden, rows, token_mask)
@@ -104,7 +104,7 @@ def _sample(
     decoder: Decoder, params: Params, state: EngineState, hidden: jax.Array, rows: SamplingRows, token_mask: jax.Array
 ) -> tuple[EngineState, jax.Array, jax.Array]:
     """Returns the state, the token of each row (-1 for none) and whether the row has stopped."""
-    logits = decoder.apply({"params": params}, hidden, method="logits")
+    logits = head_logits(decoder, params, hidden)
     tokens, sampler, stopped = sample(logits, rows, state.sampler, token_mask)
     assert sampler is not None
     slots = jnp.where(rows.active, rows.slots, state.last_tokens.shape[0])  # out of range: dropped

@@ -16,6 +16,18 @@ from jaxinfer.model.rope import rope_tables
 from pallas_kernels import Schedule, make_schedule
 
 
+def forward(decoder: "Decoder", params: Any, cache: KVCache, batch: TokenBatch) -> tuple[Float[Array, "T D"], KVCache]:
+    """Returns `decoder(cache, batch)` for the given parameters: hidden states and the new cache."""
+    result: Any = decoder.apply({"params": params}, cache, batch)
+    return result
+
+
+def head_logits(decoder: "Decoder", params: Any, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
+    """Returns `decoder.logits(hidden)` for the given parameters, f32."""
+    result: Any = decoder.apply({"params": params}, hidden, method="logits")
+    return result
+
+
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 

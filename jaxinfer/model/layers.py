@@ -22,6 +22,14 @@ def linear(
     return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=preferred_element_type)
 
 
+def parameter(
+    module: nn.Module, name: str, init: Any, axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any
+) -> jax.Array:
+    """Declares a parameter with its logical axes and returns its value."""
+    value: Any = module.param(name, nn.with_partitioning(init, axes), shape, dtype)
+    return value
+
+
 class Embedding(nn.Module):
     """A [V, D] matrix that is read row by row, or multiplied as the head."""
 
@@ -31,8 +39,8 @@ class Embedding(nn.Module):
 
     def setup(self):
         """Declares the matrix."""
-        init = nn.with_partitioning(nn.initializers.normal(1.0), ("vocab", "embed"))
-        self.weight = self.param("weight", init, (self.vocab_size, self.hidden_size), self.dtype)
+        shape = (self.vocab_size, self.hidden_size)
+        self.weight = parameter(self, "weight", nn.initializers.normal(1.0), ("vocab", "embed"), shape, self.dtype)
 
 
 class Linear(nn.Module):
@@ -46,11 +54,10 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T F"]:
         """Returns f[T, features]."""
-        init = nn.with_partitioning(_matrix_init, self.axes)
-        y = linear(x, self.param("weight", init, (self.features, x.shape[-1]), self.dtype))
+        y = linear(x, parameter(self, "weight", _matrix_init, self.axes, (self.features, x.shape[-1]), self.dtype))
         if self.use_bias:
-            bias_init = nn.with_partitioning(nn.initializers.zeros_init(), self.axes[:1])
-            y += self.param("bias", bias_init, (self.features,), self.dtype)[None, :]
+            zeros = nn.initializers.zeros_init()
+            y += parameter(self, "bias", zeros, self.axes[:1], (self.features,), self.dtype)[None, :]
         return y
 
 
@@ -64,8 +71,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns an array like x."""
-        init = nn.with_partitioning(nn.initializers.ones_init(), (self.axis,))
-        scale = self.param("scale", init, (x.shape[-1],), self.dtype)
+        scale = parameter(self, "scale", nn.initializers.ones_init(), (self.axis,), (x.shape[-1],), self.dtype)
         y = x.astype(jnp.float32)
         y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         return y.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))

@@ -46,4 +46,5 @@ def _init(config: ModelConfig, dtype: Any, seed: int) -> Params:
         return decoder.logits(hidden)
 
     decoder = Decoder(config, dtype, "reference")
-    return decoder.init(jax.random.key(seed), method=everything)["params"]
+    variables: Any = decoder.init(jax.random.key(seed), method=everything)
+    return variables["params"]

@@ -23,9 +23,11 @@ from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.sampling.params import SamplingParams
 
 MAX_LEN = 24
-VOCAB = 29
+VOCAB = 40
 STOP = 0
 BAD_WORDS = (*((a, b) for a in range(8) for b in range(1, 8)), (8, 9, 10), (20, 20, 20, 20))
+PROMPTS = st.integers(1, 6) | st.integers(1, MAX_LEN - 1)  # short ones grow far, until pages run out
+OUTPUTS = st.just(MAX_LEN) | st.integers(1, MAX_LEN)
 
 
 def sampled(request, position, banned=()):
@@ -109,11 +111,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         seqs = data.draw(st.integers(1, 8))
         page_size = data.draw(st.sampled_from([1, 2, 5, 16]))
         pages_each = -(-MAX_LEN // page_size)
+        spare = data.draw(st.sampled_from([0, 1, pages_each // 2, pages_each, pages_each * seqs]))
         self.config = EngineConfig(
             max_num_seqs=seqs,
             max_num_batched_tokens=seqs + data.draw(st.integers(0, 24)),
             page_size=page_size,
-            num_pages=1 + pages_each + data.draw(st.integers(0, pages_each * seqs)),  # from one full request upwards
+            num_pages=1 + pages_each + spare,  # from one full request upwards
             policy=data.draw(st.sampled_from(["fcfs", "priority"])),
             decode_steps=data.draw(st.integers(1, 8)),
             async_scheduling=data.draw(st.booleans()),
@@ -125,20 +128,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.next_position = {}  # of each request since its last admission: what is to be computed next
 
     @rule(
-        prompt=st.integers(1, MAX_LEN - 1), output=st.integers(1, MAX_LEN), priority=st.integers(-2, 2),
-        mask=st.booleans(), stop=st.booleans(),
+        lengths=st.lists(st.tuples(PROMPTS, OUTPUTS), min_size=1, max_size=3),
+        priority=st.integers(-2, 2), mask=st.sampled_from([False, False, False, True]), stop=st.booleans(),
     )  # fmt: skip
-    def add(self, prompt, output, priority, mask, stop):
-        number = len(self.requests)
-        request = Request(
-            str(number), list(range(100, 100 + prompt)), SamplingParams(), min(output, MAX_LEN - prompt), number,
-            stop_token_ids=frozenset({STOP}) if stop else frozenset(), bad_words=BAD_WORDS if mask else (),
-            priority=priority,
-        )  # fmt: skip
-        self.requests.append(request)
-        self.scheduler.add(request)
+    def add(self, lengths, priority, mask, stop):
+        for prompt, output in lengths:
+            number = len(self.requests)
+            request = Request(
+                str(number), list(range(100, 100 + prompt)), SamplingParams(), min(output, MAX_LEN - prompt), number,
+                stop_token_ids=frozenset({STOP}) if stop else frozenset(), bad_words=BAD_WORDS if mask else (),
+                priority=priority,
+            )  # fmt: skip
+            self.requests.append(request)
+            self.scheduler.add(request)
 
-    @rule()
+    @rule(count=st.integers(1, 20))
+    def engine_steps(self, count):
+        for _ in range(count):
+            self.engine_step()
+            self.integrity()
+
     def engine_step(self):
         """What `Engine.step` does."""
         limit = int(self.config.async_scheduling)
@@ -202,8 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data):
-        unfinished = [request for request in self.requests if not request.is_finished]
-        request = data.draw(st.sampled_from(unfinished or self.requests))
+        request = data.draw(st.sampled_from(self.requests))
         self.scheduler.finish(request, FinishReason.ABORT)
         assert request.is_finished
         assert not request.pages
