@@ -36,6 +36,14 @@ def run(scheduler, token=7):
     return step
 
 
+def run_until(scheduler, condition, token=7, limit=50):
+    for _ in range(limit):
+        if condition():
+            return
+        run(scheduler, token)
+    raise AssertionError(f"not reached in {limit} steps")
+
+
 def rows_of(step):
     """The rows as (name, start, num_tokens, num_samples)."""
     return [(row.request.request_id, row.start, row.num_tokens, row.num_samples) for row in step.rows]

@@ -1,9 +1,17 @@
 import pytest
 
 from jaxinfer.engine.request import FinishReason, Status
-from jaxinfer.engine.scheduler import PRIORITY_HEAD_START
 from jaxinfer.sampling.params import SamplingParams
-from tests.jaxinfer.engine.host import add, assert_all_free, make_request, make_scheduler, names, rows_of, run
+from tests.jaxinfer.engine.host import (
+    add,
+    assert_all_free,
+    make_request,
+    make_scheduler,
+    names,
+    rows_of,
+    run,
+    run_until,
+)
 
 
 def test_prefill_then_decode_until_max_tokens():
@@ -23,8 +31,9 @@ def test_fcfs_order_is_never_overtaken():
     add(scheduler, running)
     run(scheduler)
     add(scheduler, long, short)
-    while not running.is_finished:
+    for _ in range(7):
         assert names(r.request for r in run(scheduler).rows) == ["running"]
+    assert running.is_finished
     assert names(run(scheduler).admitted) == ["long", "short"]
 
 
@@ -45,13 +54,12 @@ def test_a_low_priority_is_passed_a_bounded_number_of_times():
     scheduler = make_scheduler(policy="priority", max_num_seqs=1)
     low = make_request("low", 1, 1, priority=1)
     add(scheduler, low)
-    finished_before = 0
-    while not low.is_finished:
+    for _ in range(255):
         add(scheduler, make_request("urgent", 1, 1), make_request("urgent", 1, 1))
         run(scheduler)
-        finished_before += 1
-        assert finished_before <= PRIORITY_HEAD_START
-    assert finished_before == PRIORITY_HEAD_START  # 255 urgent ones, then it
+        assert not low.is_finished
+    run(scheduler)
+    assert low.is_finished
 
 
 def test_preempts_the_youngest():
@@ -81,20 +89,18 @@ def test_a_preempted_request_resumes_with_all_its_tokens_before_later_ones():
     scheduler = make_scheduler(num_pages=1 + 8, max_num_seqs=2)
     a, b, c = requests = [make_request(name, 3, 5) for name in "abc"]
     add(scheduler, *requests)
-    while b.status is not Status.WAITING or not b.metrics.num_preemptions:
-        run(scheduler, token=8)
+    run_until(scheduler, lambda: b.metrics.num_preemptions, token=8)
     written = list(b.output_token_ids)
     assert names(scheduler.waiting) == ["b", "c"]
-    while not b.is_finished:
-        step = run(scheduler, token=9)
-        if step.admitted:
-            assert rows_of(step)[0] == ("b", 0, 3 + len(written), 1)  # prompt and output, computed again
-            assert b.token_ids(0, 3 + len(written)) == [100, 101, 102, *written]
+    run_until(scheduler, lambda: a.is_finished)
+    step = run(scheduler, token=9)
+    assert names(step.admitted) == ["b", "c"]
+    assert rows_of(step)[0] == ("b", 0, 3 + len(written), 1)  # prompt and output, computed again
+    assert b.token_ids(0, 3 + len(written)) == [100, 101, 102, *written]
+    run_until(scheduler, lambda: b.is_finished)
     assert len(b.output_token_ids) == 5
     assert b.output_token_ids[: len(written)] == written
-    while not c.is_finished:
-        run(scheduler)
-    assert a.is_finished
+    run_until(scheduler, lambda: c.is_finished)
     assert_all_free(scheduler)
 
 
@@ -195,12 +201,13 @@ def test_decode_rows_come_first_and_never_wait_for_a_long_prompt():
     a, long, short = make_request("a", 2, 12), make_request("long", 40, 1), make_request("short", 1, 12)
     add(scheduler, a, short, long)
     run(scheduler)
-    while long.num_computed_tokens < 40 and not long.is_finished:
+    for _ in range(6):
         step = run(scheduler)
         assert rows_of(step)[0][0] == "a"
         assert rows_of(step)[1][0] == "short"
         assert step.num_tokens <= 8
         assert step.num_decode_rows == 2
+    assert long.is_finished
     assert len(a.output_token_ids) == len(short.output_token_ids) == 1 + 6  # of the prompt 5 tokens, then 6 a step
 
 
@@ -217,7 +224,13 @@ def test_a_chunk_of_one_token_stands_with_the_decode_rows_and_samples_nothing():
     step = run(scheduler)
     assert rows_of(step) == [("b", 0, 1, 0), ("a", 0, 3, 1)]
     assert step.num_decode_rows == 1
-    assert not step.is_decode
+
+
+def test_a_step_with_a_chunk_of_one_token_is_no_decode_step():
+    """A decode step writes nothing for a row that does not sample."""
+    scheduler = make_scheduler(max_num_seqs=1, max_num_batched_tokens=1)
+    add(scheduler, make_request("a", 3, 2))
+    assert [run(scheduler).is_decode for _ in range(4)] == [False, False, True, True]
 
 
 def test_a_request_of_the_host_mask_is_not_run_ahead():

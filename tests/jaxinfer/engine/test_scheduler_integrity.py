@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer.engine.request import FinishReason, Status
-from tests.jaxinfer.engine.host import add, assert_all_free, make_request, make_scheduler, run
+from tests.jaxinfer.engine.host import add, assert_all_free, make_request, make_scheduler, run, run_until
 
 
 @pytest.mark.parametrize("state", ["waiting", "prefilling", "running", "in flight", "preempted", "preempted in flight"])
@@ -24,11 +24,10 @@ def test_finish_frees_everything_in_every_state(state, reason):
         pending = [scheduler.schedule()] if state == "in flight" else []
         assert request.num_in_flight == len(pending)
     elif state == "preempted":
-        while not request.metrics.num_preemptions:
-            run(scheduler)
+        run_until(scheduler, lambda: request.metrics.num_preemptions)
     elif state == "preempted in flight":
-        while not request.metrics.num_preemptions:
-            pending.append(scheduler.schedule())
+        pending = [scheduler.schedule() for _ in range(5)]
+        assert request.metrics.num_preemptions
         assert request.num_in_flight
     scheduler.finish(request, reason)
     assert (request.pages, request.slot, request.finish_reason) == ([], None, reason)
@@ -39,8 +38,7 @@ def test_finish_frees_everything_in_every_state(state, reason):
     output = list(request.output_token_ids)
     for step in pending:
         assert request not in scheduler.update(step, [[7] * row.num_samples for row in step.rows])
-    while not other.is_finished:
-        run(scheduler)
+    run_until(scheduler, lambda: other.is_finished)
     assert request.output_token_ids == output
     assert other.output_token_ids == [7] * 8
     assert_all_free(scheduler)
