@@ -183,12 +183,12 @@ class Engine:
     def _process(self, step: PendingStep, result: StepResult) -> list[CompletionChunk]:
         for i, row in enumerate(step.scheduled.rows):
             sequence = self._sequences.get(row.request.request_id)
-            if sequence is None:
-                continue  # ended while the step ran
+            if sequence is None or sequence.request is not row.request:
+                continue  # ended while the step ran; its id may be in use again
             if i in result.prompt_logprobs:
                 sequence.add_prompt_logprobs(result.prompt_logprobs[i], row.start)
             if i in result.logprobs:
-                sequence.add_logprobs(result.logprobs[i], result.token_ids[i])
+                sequence.add_logprobs(result.logprobs[i], [token for token in result.token_ids[i] if token >= 0])
         chunks = []
         for request in self.scheduler.update(step.scheduled, result.token_ids):
             sequence = self._sequences[request.request_id]

@@ -211,3 +211,28 @@ def test_ctrl_c_ends_a_generate_and_not_the_engine(llm, monkeypatch):
     assert not llm.engine.has_unfinished
     llm.engine.scheduler.check_integrity()
     assert texts(llm.generate("hello", GREEDY)) == wanted
+
+
+def test_logprobs_of_a_request_that_stops_within_a_dispatch(llm):
+    [plain] = llm.generate("hello", GREEDY)
+    token_ids = plain.outputs[0].token_ids
+    for end in range(1, 6):  # the stop falls on every place within the steps of a dispatch
+        params = dataclasses.replace(GREEDY, stop_token_ids=[token_ids[end]], logprobs=1)
+        completion = llm.generate("hello", params)[0].outputs[0]
+        assert len(completion.logprobs) == len(completion.token_ids)
+        assert all(token in entry for token, entry in zip(completion.token_ids, completion.logprobs))
+
+
+def test_an_id_used_again_gets_nothing_of_the_request_before(llm):
+    engine = llm.engine
+    params = dataclasses.replace(GREEDY, logprobs=1)
+    engine.add_request("again", "hello", params)
+    engine.step()
+    engine.step()
+    engine.abort("again")
+    engine.pop_output("again")
+    engine.add_request("again", "there", params)
+    while engine.has_work:
+        engine.step()
+    completion = engine.pop_output("again").outputs[0]
+    assert len(completion.logprobs) == len(completion.token_ids) == 12
