@@ -2,17 +2,28 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxinfer.cli.options import make_llm, make_sampling_params, model_options, sampling_options
+from jaxinfer.cli.options import (
+    check_sampling,
+    find_model,
+    make_llm,
+    make_sampling_params,
+    model_options,
+    prepare,
+    sampling_options,
+)
+from jaxinfer.cli.output import error, notice, notice_cut, write
 
 if TYPE_CHECKING:
+    from jaxinfer.engine.outputs import CompletionChunk
     from jaxinfer.llm import LLM
     from jaxinfer.sampling.params import SamplingParams
 
+CUT_MARK = " …"  # ends an answer that Ctrl-C stopped, where the model reads it again
 HELP = """/reset         forget the conversation
 /system TEXT   set the system message and start anew
 /help          this list
@@ -26,7 +37,8 @@ Ctrl-C stops an answer; at the prompt, twice in a row leaves."""
 @click.option("--system", help="System message.")
 def chat(model: str, dtype: str | None, max_model_len: int | None, system: str | None, **sampling: Any) -> None:
     """Talk with a model; answers are streamed, and Ctrl-C stops an answer and not the program."""
-    llm = make_llm(model, dtype, max_model_len)
+    check_sampling(sampling)
+    llm = make_llm(find_model(model), dtype, max_model_len)
     if llm.tokenizer.chat_template is None:
         raise ValueError(f"{model} has no chat template: use `jaxinfer run --raw`, or an instruct model")
     conversation = Conversation(llm, make_sampling_params(llm.model.default_sampling_params, sampling), system)
@@ -37,7 +49,7 @@ def chat(model: str, dtype: str | None, max_model_len: int | None, system: str |
             if not _command(line, conversation):
                 return
         elif line:
-            _answer(conversation, line)
+            _answer(conversation, line, sampling["max_tokens"])
 
 
 class Conversation:
@@ -54,50 +66,59 @@ class Conversation:
         self.system = system
         self.turns: list[dict[str, str]] = []
 
-    def answer(self, text: str) -> Iterator[str]:
+    def answer(self, text: str) -> Generator["CompletionChunk"]:
         """Yields the answer to `text` in pieces; however it ends, what was said of it is remembered.
 
         The oldest turns are dropped when the conversation leaves no room for an answer.
 
         Raises:
-            ValueError: `text` alone is too long.
+            ValueError: `text` alone is too long; the conversation is as it was.
         """
-        self.turns.append({"role": "user", "content": text})
+        turns = [*self.turns, {"role": "user", "content": text}]
+        prompt, turns = self._fit(turns)
         said: list[str] = []
-        try:
-            with contextlib.closing(self.llm.stream(self._fitting_prompt(), self.params)) as stream:
+        is_whole = False
+        with contextlib.closing(self.llm.stream(prompt, self.params)) as stream:
+            if dropped := len(self.turns) + 1 - len(turns):
+                notice(f"the conversation is too long: its oldest {dropped} messages were dropped")
+            prepare(self.llm, prompt)
+            try:
                 for chunk in stream:
                     said.append(chunk.text)
-                    yield chunk.text
-        finally:
-            if said:
-                self.turns.append({"role": "assistant", "content": "".join(said)})
-            else:
-                self.turns.pop()
+                    yield chunk
+                is_whole = True
+            finally:
+                if said:
+                    answer = "".join(said) if is_whole else "".join(said) + CUT_MARK
+                    self.turns = [*turns, {"role": "assistant", "content": answer}]
 
-    def _fitting_prompt(self) -> str:
+    def _fit(self, turns: list[dict[str, str]]) -> tuple[str, list[dict[str, str]]]:
+        """Returns the prompt, and the latest turns that leave room for an answer; the last one always stays."""
         tokenizer, room = self.llm.tokenizer, self.llm.engine.max_model_len
         wanted = min(self.params.max_tokens or room, room // 4)
+        system = [{"role": "system", "content": self.system}] if self.system is not None else []
         while True:
-            messages = [{"role": "system", "content": self.system}] if self.system is not None else []
-            prompt = tokenizer.apply_chat_template(messages + self.turns)
-            if len(tokenizer.encode(prompt)) + wanted <= room or len(self.turns) == 1:
-                return prompt
-            del self.turns[: 2 if len(self.turns) > 2 else 1]
-            click.secho("(the oldest turn was dropped: the conversation is too long)", fg="yellow", err=True)
+            prompt = tokenizer.apply_chat_template([*system, *turns])
+            if len(tokenizer.encode(prompt)) + wanted <= room or len(turns) == 1:
+                return prompt, turns
+            turns = turns[2:]  # a question and its answer
 
 
-def _answer(conversation: Conversation, line: str) -> None:
+def _answer(conversation: Conversation, line: str, max_tokens: int | None) -> None:
+    num_tokens, finish_reason = 0, None
     try:
-        for text in conversation.answer(line):
-            click.echo(text, nl=False)
-            sys.stdout.flush()
-        click.echo()
+        with contextlib.closing(conversation.answer(line)) as chunks:
+            for chunk in chunks:
+                write(chunk.text)
+                num_tokens += len(chunk.token_ids)
+                finish_reason = chunk.finish_reason
+        write("\n")
+        notice_cut(finish_reason, num_tokens, conversation.params.max_tokens, max_tokens)
     except KeyboardInterrupt:
-        click.echo()
-        click.secho("(stopped)", fg="yellow", err=True)
-    except ValueError as error:
-        click.secho(f"error: {error}", fg="red", err=True)
+        write("\n")
+        notice("stopped")
+    except ValueError as mistake:
+        error(str(mistake))
 
 
 def _command(line: str, conversation: Conversation) -> bool:
@@ -110,10 +131,12 @@ def _command(line: str, conversation: Conversation) -> bool:
             conversation.reset(conversation.system)
         case "/system" if rest.strip():
             conversation.reset(rest.strip())
+        case "/system":
+            error("/system needs a TEXT, such as: /system Answer in French.")
         case "/help":
             click.echo(HELP, err=True)
         case _:
-            click.secho(f"error: unknown command {line!r}\n{HELP}", fg="red", err=True)
+            error(f"unknown command {line!r}\n{HELP}")
     return True
 
 
@@ -121,18 +144,21 @@ def _lines() -> Iterator[str]:
     """Yields the user's lines; Ctrl-D ends them, and so does Ctrl-C twice in a row."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (gives `input` its history and editing)
-    prompt = "> " if sys.stdin.isatty() else ""
+    # Only where a person sees it: in a file of answers it would be a part of them.
+    prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
     interrupted = False
     while True:
         try:
             line = input(prompt).strip()
         except EOFError:
+            if prompt:
+                click.echo(err=True)  # the shell's own prompt goes on a new line
             return
         except KeyboardInterrupt:
-            click.echo()
+            click.echo(err=True)
             if interrupted:
                 return
-            click.secho("(Ctrl-C again to leave)", fg="yellow", err=True)
+            notice("Ctrl-C again to leave")
             interrupted = True
             continue
         interrupted = False

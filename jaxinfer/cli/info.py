@@ -1,10 +1,15 @@
 """`jaxinfer info`: what a model is, without loading it."""
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from jaxinfer.cli.options import find_model
+
 if TYPE_CHECKING:
+    from jaxinfer.config import RopeScaling
     from jaxinfer.description import Description
 
 
@@ -13,13 +18,10 @@ if TYPE_CHECKING:
 @click.option("--memory", help="Show how many tokens fit in so much memory beside the weights, such as 24GB.")
 def info(model: str, memory: str | None) -> None:
     """Show shape, precision, context and memory of MODEL."""
-    from checkpoints.hub import resolve
-    from jaxinfer.cli.progress import byte_progress
+    budget = None if memory is None else _bytes(memory)
+    path = find_model(model)
     from jaxinfer.description import describe
 
-    budget = None if memory is None else _bytes(memory)
-    with byte_progress(f"Downloading {model}") as progress:
-        path = resolve(model, progress=progress)
     for name, value in _rows(describe(path), budget):
         click.echo(f"{name:20}{value}")
 
@@ -40,8 +42,12 @@ def _rows(d: "Description", budget: int | None) -> list[tuple[str, str]]:
         ("heads, KV heads", f"{c.num_heads}, {c.num_kv_heads} of size {c.head_dim}"),
         ("vocabulary", f"{c.vocab_size:,} ({'tied' if c.tie_word_embeddings else 'untied'} head)"),
         ("context", f"{c.max_position_embeddings:,} tokens"),
-        ("RoPE", f"theta {c.rope_theta:g}, scaling {c.rope_scaling.kind if c.rope_scaling else 'none'}"),
-        ("sliding window", f"{windows} tokens in {windowed} layers" if windows else "none"),
+        ("RoPE", f"theta {c.rope_theta:g}, scaling {_scaling(c.rope_scaling)}"),
+        (
+            "sliding window",
+            f"{', '.join(map(str, sorted(windows)))} tokens in {windowed} layers" if windows else "none",
+        ),
+        ("tokenizer", _tokenizer_kind(d.path)),
         ("chat template", "yes" if d.has_chat_template else "no"),
         ("ends with", ", ".join(d.eos_tokens) or "nothing"),
         ("KV cache", f"{_size(c.kv_bytes_per_token(2))} a token in 16 bits, {_size(c.kv_bytes_per_token(4))} in 32"),
@@ -54,6 +60,26 @@ def _rows(d: "Description", budget: int | None) -> list[tuple[str, str]]:
             )
             rows.append((f"fits in {bits} bits", text))
     return rows
+
+
+def _scaling(scaling: "RopeScaling | None") -> str:
+    if scaling is None:
+        return "none"
+    if scaling.kind == "factors":
+        return f"{len(scaling.factors)} factors up to {max(scaling.factors):g}"
+    original = scaling.original_max_position_embeddings
+    return f"{scaling.kind} x {scaling.factor:g}" + (f" of {original:,} tokens" if original else "")
+
+
+def _tokenizer_kind(path: Path) -> str:
+    if path.is_file():
+        from checkpoints.gguf_io import GGUFFile
+
+        with GGUFFile(path) as file:
+            kind, pre = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+        return f"{kind}, pre-tokenizer {pre}" if pre else str(kind)
+    stored = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+    return str(stored["model"].get("type", "unknown"))
 
 
 def _size(num_bytes: int) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +16,23 @@ DEFAULT_TEMPERATURE, DEFAULT_TOP_P = 0.2, 0.9  # where a model's authors recomme
 DEFAULT_LENGTH = 4096  # tokens of prompt and answer that `run` and `chat` keep room for
 
 type Command = Callable[..., Any]
+
+
+@dataclasses.dataclass
+class Settings:
+    """What holds for every command."""
+
+    debug: bool = False
+
+
+def _set_debug(context: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        context.ensure_object(Settings).debug = True
+
+
+debug_option = click.option(
+    "--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Show the traceback of an error."
+)
 
 _MODEL = (
     click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True,
@@ -60,16 +78,45 @@ def _apply(command: Command, options: tuple) -> Command:
     return command
 
 
-def make_llm(model: str, dtype: str | None, max_model_len: int | None) -> "LLM":
+def find_model(model: str) -> Path:
+    """Returns where a model lies, after downloading it when needed; imports no jax, so a wrong name fails at once."""
+    from checkpoints.hub import resolve
+    from jaxinfer.cli.progress import byte_progress
+
+    with byte_progress(f"Downloading {model}") as progress:
+        return resolve(model, progress=progress)
+
+
+def make_llm(path: Path, dtype: str | None, max_model_len: int | None) -> "LLM":
     """Loads a model for one conversation at a time, with progress on standard error."""
     from jaxinfer.cli.progress import byte_progress
     from jaxinfer.llm import LLM
     from jaxinfer.loading import load
 
-    with byte_progress(f"Downloading {model}") as download, byte_progress("Loading weights") as loading:
-        loaded = load(model, dtype=dtype, progress=download, load_progress=loading)
-    length = max_model_len or min(loaded.config.max_position_embeddings, DEFAULT_LENGTH)
-    return LLM(loaded, max_num_seqs=1, max_model_len=length)
+    with byte_progress("Loading weights") as progress:
+        loaded = load(path, dtype=dtype, load_progress=progress)
+    if max_model_len is None:
+        max_model_len = min(loaded.config.max_position_embeddings, DEFAULT_LENGTH)
+    return LLM(loaded, max_num_seqs=1, max_model_len=max_model_len)
+
+
+def prepare(llm: "LLM", prompt: str) -> None:
+    """Compiles what this prompt needs, unless it has been, saying so when it takes long."""
+    from jaxinfer.cli.progress import spinner
+
+    with spinner("Compiling (kept for the next time)"):
+        llm.engine.prepare(len(llm.tokenizer.encode(prompt)))
+
+
+def check_sampling(given: dict[str, Any]) -> None:
+    """Refuses bad sampling options before anything slow happens.
+
+    Raises:
+        ValueError: see `SamplingParams`.
+    """
+    from jaxinfer.sampling.params import SamplingParams
+
+    make_sampling_params(SamplingParams(), given)
 
 
 def make_sampling_params(default: "SamplingParams", given: dict[str, Any]) -> "SamplingParams":

@@ -2,9 +2,12 @@
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 Progress = Callable[[int, int], None]
+
+SPINNER_DELAY = 0.3  # seconds; what is quicker would only flicker
 
 
 @contextlib.contextmanager
@@ -34,11 +37,18 @@ def byte_progress(description: str) -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def spinner(description: str) -> Iterator[None]:
-    """Shows that something long is going on."""
+    """Shows that something is going on, once it has gone on for a while."""
     if not sys.stderr.isatty():
         yield
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(description):
+    status = Console(stderr=True).status(description)
+    timer = threading.Timer(SPINNER_DELAY, status.start)
+    timer.start()
+    try:
         yield
+    finally:
+        timer.cancel()
+        timer.join()  # it may just be starting the spinner
+        status.stop()

@@ -14,6 +14,8 @@ def pull(name: str | None, show_list: bool, force: bool) -> None:
     from jaxinfer.cli.progress import byte_progress
 
     if show_list:
+        if name is not None or force:
+            raise click.UsageError("--list takes neither a NAME nor --force")
         for known, (model, path) in list_models().items():
             click.echo(f"{known:16}{model.size / 1e6:8.0f} MB  {model.licence:12}{path or 'not downloaded'}")
         return

@@ -1,12 +1,21 @@
 """`jaxinfer run`: one prompt, one answer."""
 
 import sys
-import time
 from typing import Any
 
 import click
 
-from jaxinfer.cli.options import make_llm, make_sampling_params, model_options, sampling_options
+from jaxinfer.cli.options import (
+    check_sampling,
+    find_model,
+    make_llm,
+    make_sampling_params,
+    model_options,
+    prepare,
+    sampling_options,
+)
+from jaxinfer.cli.output import notice_cut, write
+from jaxinfer.cli.stopwatch import Stopwatch
 
 
 @click.command()
@@ -20,61 +29,45 @@ def run(
     prompt: str | None, model: str, dtype: str | None, max_model_len: int | None, raw: bool, system: str | None,
     timings: bool, **sampling: Any,
 ) -> None:  # fmt: skip
-    """Answer PROMPT, writing the text to standard output as it comes; "-" or no PROMPT reads standard input."""
-    watch = _Stopwatch()
-    if prompt in (None, "-"):
-        if prompt is None and sys.stdin.isatty():
-            raise click.UsageError('give a PROMPT, as in: jaxinfer run "What is JAX?"')
-        prompt = sys.stdin.read()
-    assert prompt is not None
+    """Answer PROMPT, writing the text to standard output as it comes.
+
+    "-" or no PROMPT reads standard input, of which the final newline is left out.
+    """
+    text = _read_prompt(prompt)
+    watch = Stopwatch()
+    check_sampling(sampling)
+    path = find_model(model)
+    watch.lap("download")
     import jaxinfer.llm  # noqa: F401  (the import is timed by itself)
 
     watch.lap("import")
-    llm = make_llm(model, dtype, max_model_len)
+    llm = make_llm(path, dtype, max_model_len)
     watch.lap("load")
     params = make_sampling_params(llm.model.default_sampling_params, sampling)
     use_template = llm.tokenizer.chat_template is not None and not raw
     if system is not None and not use_template:
         raise ValueError("--system needs the model's chat template: leave out --raw, or choose an instruct model")
-    text = prompt
     if use_template:
+        if not text.strip():
+            raise ValueError("the prompt is empty: say something, or use --raw")
         messages = [{"role": "system", "content": system}] if system is not None else []
-        text = llm.tokenizer.apply_chat_template([*messages, {"role": "user", "content": prompt}])
+        text = llm.tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}])
     stream = llm.stream(text, params)  # refuses a bad prompt before anything is compiled
-    from jaxinfer.cli.progress import spinner
-
-    with spinner("Compiling (kept for the next time)"):
-        llm.engine.prepare(len(llm.tokenizer.encode(text)))
+    prepare(llm, text)
     watch.lap("compile")
-    num_tokens = 0
+    finish_reason = None
     for chunk in stream:
-        if chunk.token_ids and not num_tokens:
-            watch.lap("first token")
-        num_tokens += len(chunk.token_ids)
-        click.echo(chunk.text, nl=False)
-        sys.stdout.flush()
-    click.echo()
+        watch.count(len(chunk.token_ids))
+        write(chunk.text)
+        finish_reason = chunk.finish_reason
+    write("\n")
     watch.lap("other tokens")
+    notice_cut(finish_reason, watch.num_tokens, params.max_tokens, sampling["max_tokens"])
     if timings:
-        click.echo(watch.report(num_tokens), err=True)
+        click.echo(watch.report(), err=True)
 
 
-class _Stopwatch:
-    def __init__(self):
-        self._last = time.perf_counter()
-        self._laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self._laps[name] = now - self._last
-        self._last = now
-
-    def report(self, num_tokens: int) -> str:
-        import resource
-
-        lines = [f"{name:14}{seconds:8.3f} s" for name, seconds in self._laps.items()]
-        decode = self._laps["other tokens"]
-        if num_tokens > 1:
-            lines.append(f"{'decode':14}{(num_tokens - 1) / decode:8.1f} tok/s ({num_tokens} tokens)")
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return "\n".join([*lines, f"{'peak memory':14}{peak / 2**20:8.0f} MiB"])
+def _read_prompt(prompt: str | None) -> str:
+    if prompt is None and sys.stdin.isatty():
+        raise click.UsageError('give a PROMPT, as in: jaxinfer run "What is JAX?"')
+    return sys.stdin.read().removesuffix("\n") if prompt in (None, "-") else prompt
