@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxinfer.sampling.params import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_TEMPERATURE, DEFAULT_TOP_P = 0.2, 0.9  # where a model's authors recommend nothing
+DEFAULT_TEMPERATURE = 0.0  # greedy, where a model's authors recommend nothing
 DEFAULT_LENGTH = 4096  # tokens of prompt and answer that `run` and `chat` keep room for
 
 type Command = Callable[..., Any]
@@ -46,9 +46,7 @@ _MODEL = (
 _SAMPLING = (
     click.option("--max-tokens", type=int, help="Most tokens of the answer."),
     click.option("--min-tokens", type=int, help="Fewest tokens of the answer."),
-    click.option(
-        "--temperature", type=float, help="0 is greedy; by default what the model recommends, else 0.2 with top-p 0.9."
-    ),
+    click.option("--temperature", type=float, help="0 is greedy; by default what the model recommends, else 0."),
     click.option("--top-k", type=int, help="Keep the k most probable tokens; 0 keeps all."),
     click.option("--top-p", type=float, help="Keep the most probable tokens of this total mass."),
     click.option("--min-p", type=float, help="Keep tokens at least this fraction as probable as the best."),
@@ -124,5 +122,5 @@ def make_sampling_params(default: "SamplingParams", given: dict[str, Any]) -> "S
     from jaxinfer.sampling.params import SamplingParams
 
     if default == SamplingParams():
-        default = SamplingParams(temperature=DEFAULT_TEMPERATURE, top_p=DEFAULT_TOP_P)
+        default = SamplingParams(temperature=DEFAULT_TEMPERATURE)
     return dataclasses.replace(default, **{name: value for name, value in given.items() if value not in (None, ())})
