@@ -62,7 +62,7 @@ def ragged_paged_attention_mosaic_gpu(
     work = decode_work(kv_lens, cu_q_lens, num_decode_rows, t.block_k, t.num_items, sliding_window)
     launches = [_launch(t, work, q, k_pages, v_pages, page_indices, None, **options)]
     if num_decode_rows is not None:
-        t = tiles or prefill_tiles(K, H, page_size, quantized)
+        t = tiles or prefill_tiles(K, H, page_size, quantized, tree_mask is not None)
         per_job = t.warpgroups * (BLOCK_Q // (N // K))
         work = prefill_work(T, per_job, kv_lens, cu_q_lens, num_decode_rows, t.block_k, t.num_items, sliding_window)
         launches.append(_launch(t, work, q, k_pages, v_pages, page_indices, tree_mask, **options))

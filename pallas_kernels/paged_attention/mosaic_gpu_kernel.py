@@ -56,8 +56,7 @@ class _Refs(NamedTuple):
 class _Scratch(NamedTuple):
     """Shared memory and barriers of a block."""
 
-    q: Any  # [warpgroups, BLOCK_Q, H]
-    o: Any  # [warpgroups, BLOCK_Q, H]
+    q: Any  # [warpgroups, BLOCK_Q, H], at the end the output
     lse: Any  # f32[warpgroups, BLOCK_Q]
     q_full: Any
     k: RingMemory
@@ -75,9 +74,10 @@ def run_kernel(
     c = config
     W, K, groups = items.shape[0], k_pages.shape[0], c.tiles.warpgroups
     k_ring, v_ring = (PageRing.of(x, c.tiles, c.dtype, page_indices.shape[1]) for x in (k_pages, v_pages))
-    tile = plgpu.SMEM((groups, BLOCK_Q, c.head_dim), c.dtype, transforms=swizzled(c.head_dim))
+    # wgmma wants one layout of both its operands, so queries lie as keys do.
+    tile = plgpu.SMEM((groups, BLOCK_Q, c.head_dim), c.dtype, transforms=swizzled(c.head_dim // k_ring.planes))
     scratch = _Scratch(
-        tile, tile, plgpu.SMEM((groups, BLOCK_Q), jnp.float32), plgpu.Barrier(num_barriers=groups),
+        tile, plgpu.SMEM((groups, BLOCK_Q), jnp.float32), plgpu.Barrier(num_barriers=groups),
         k_ring.scratch(), v_ring.scratch(),
     )  # fmt: skip
 
@@ -134,7 +134,7 @@ def _attend(
     block_k, H = c.tiles.block_k, c.head_dim
     first, last, kv_len, start = (refs.items[item, column] for column in (FIRST, LAST, KV_LEN, START))
     job = refs.items[item, JOB]
-    q_smem, o_smem, lse_smem = (x.at[warpgroup] for x in (scratch.q, scratch.o, scratch.lse))
+    q_smem, lse_smem = scratch.q.at[warpgroup], scratch.lse.at[warpgroup]
     q_rows = q_smem.at[pl.ds(0, c.rows)]  # what lies in the other rows stays in them
     plgpu.copy_gmem_to_smem(refs.q.at[job, head, warpgroup], q_rows, scratch.q_full.at[warpgroup])
     plgpu.barrier_wait(scratch.q_full.at[warpgroup])
@@ -196,10 +196,10 @@ def _attend(
     carry = lax.fori_loop(whole_begin, whole_end, lambda i, x: step(i, x, False), carry)
     acc, m, l = lax.fori_loop(whole_end, end, lambda i, x: step(i, x, True), carry)
 
-    o_smem[...] = (acc / lax.broadcast_in_dim(l, acc.shape, [0])).astype(c.dtype)
+    q_smem[...] = (acc * lax.broadcast_in_dim(1 / l, acc.shape, [0])).astype(c.dtype)
     lse_smem[...] = (m + jnp.log2(l)) * (1 / LOG2E)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, c.rows)], refs.out.at[item, head, warpgroup])
+    plgpu.copy_smem_to_gmem(q_rows, refs.out.at[item, head, warpgroup])
     plgpu.copy_smem_to_gmem(lse_smem, refs.lse.at[item, head, warpgroup])
     plgpu.wait_smem_to_gmem(0)
 

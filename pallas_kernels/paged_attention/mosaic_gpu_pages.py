@@ -29,7 +29,7 @@ def swizzled(width: int) -> Any:
 class RingMemory(NamedTuple):
     """Shared memory and barriers of a ring; `raw`, `scale` and `zero` exist for quantized pages."""
 
-    block: Any  # [stages, block_k, H] as wgmma wants it; for quantized pages [1, block_k, H]
+    block: Any  # [stages, block_k, H] as wgmma wants it; for quantized pages [block_k, H]
     raw: Any  # [stages, block_k, bytes]
     scale: Any  # f32[stages, block_k] or f32[stages, H]
     zero: Any
@@ -77,8 +77,8 @@ class PageRing:
     def scratch(self) -> RingMemory:
         """Returns the types of the ring's shared memory."""
         t, H = self.tiles, self.head_dim
-        stages = 1 if self.quantized else t.stages
-        block = plgpu.SMEM((stages, t.block_k, H), self.dtype, transforms=swizzled(H // self.planes))
+        shape = (t.block_k, H) if self.quantized else (t.stages, t.block_k, H)
+        block = plgpu.SMEM(shape, self.dtype, transforms=swizzled(H // self.planes))
         per_block = t.block_k if self.axis == "token" else H
         side = plgpu.SMEM((t.stages, per_block), jnp.float32)
         parts = 1 + self.quantized + self.has_zero
@@ -138,14 +138,17 @@ class PageRing:
         shape = (t.block_k, self.head_dim)
         if self.quantized:
             self._dequantize(memory, slot, kv_len - block * t.block_k if masked else None)
-            return memory.block.at[0]
+            return memory.block
         target = memory.block.at[slot]
         if masked:
 
             def fix() -> None:
-                key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE) + block * t.block_k
-                values = plgpu.load(target, layout=TILE)
-                target[...] = jnp.where(key < kv_len, values, jnp.zeros_like(values))
+                width = max(w for w in (16, 32, 64) if self.head_dim % w == 0)  # few registers at a time
+                key = plgpu.broadcasted_iota(jnp.int32, (t.block_k, width), 0, layout=TILE) + block * t.block_k
+                for start in range(0, self.head_dim, width):
+                    columns = target.at[:, start : start + width]
+                    values = plgpu.load(columns, layout=TILE)
+                    columns[...] = jnp.where(key < kv_len, values, jnp.zeros_like(values))
                 plgpu.commit_smem()
 
             @pl.when((block + 1) * t.block_k > kv_len)
@@ -200,6 +203,6 @@ class PageRing:
             if valid is not None:
                 key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE)
                 values = jnp.where(key < valid, values, 0.0)
-            memory.block[0, :, p * width : (p + 1) * width] = values.astype(self.dtype)
+            memory.block[:, p * width : (p + 1) * width] = values.astype(self.dtype)
         plgpu.barrier_arrive(memory.empty.at[slot])
         plgpu.commit_smem()

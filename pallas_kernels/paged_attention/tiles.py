@@ -32,15 +32,16 @@ def decode_tiles(num_kv_heads: int, head_dim: int, page_size: int) -> TileConfig
     return TileConfig(_block_k(64, page_size), 3 if head_dim <= 128 else 2, 1, _items(num_kv_heads))
 
 
-def prefill_tiles(num_kv_heads: int, head_dim: int, page_size: int, quantized: bool) -> TileConfig:
+def prefill_tiles(num_kv_heads: int, head_dim: int, page_size: int, quantized: bool, has_tree: bool) -> TileConfig:
     """Returns tiles for rows of many tokens, which are bound by arithmetic.
 
     Two warpgroups share each block: one computes its softmax while the other multiplies. Quantized blocks are made
-    bf16 by the one warpgroup that uses them.
+    bf16 by the one warpgroup that uses them. Blocks of 128 keys take 64 registers a thread for scores, as the output
+    does at H = 128; with more (H = 256, the bits of a tree) the compiler would spill.
     """
     if quantized:
         return TileConfig(_block_k(64, page_size), 2, 1, _items(num_kv_heads))
-    return TileConfig(_block_k(128 if head_dim <= 128 else 64, page_size), 2, 2, _items(num_kv_heads))
+    return TileConfig(_block_k(128 if head_dim <= 128 and not has_tree else 64, page_size), 2, 2, _items(num_kv_heads))
 
 
 def _block_k(wanted: int, page_size: int) -> int:
