@@ -20,6 +20,7 @@ def _mosaic_gpu(*args: Any, **kwargs: Any) -> Any:
 
 
 IMPLEMENTATIONS = {
+    "mosaic_gpu": _mosaic_gpu,
     "xla": ragged_paged_attention_xla,
     "reference": ragged_paged_attention_reference,
 }

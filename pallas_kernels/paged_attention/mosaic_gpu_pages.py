@@ -135,7 +135,6 @@ class PageRing:
         t = self.tiles
         slot = lax.rem(step, t.stages)
         plgpu.barrier_wait(memory.full.at[slot])
-        shape = (t.block_k, self.head_dim)
         if self.quantized:
             self._dequantize(memory, slot, kv_len - block * t.block_k if masked else None)
             return memory.block

@@ -6,12 +6,13 @@ register memory, so that the kernels are tested as they run.
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax._src.pallas.mosaic_gpu import core as gpu_core
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, race_detection_state
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 from jax._src.state.discharge import run_state_p
 from jax._src.state.types import AbstractRef
@@ -20,6 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 _Interpreter: Any = jaxpr_interpret.JaxprInterpreter
 _wgmma_of_refs = _Interpreter._interpret_wgmma_ref_p
 _interpret_without_run_state = _Interpreter.interpret
+_Races: Any = race_detection_state.GPURaceDetectionState
+_checks = {name: getattr(_Races, name) for name in ("check_read", "check_write")}
 
 
 @contextlib.contextmanager
@@ -27,11 +30,25 @@ def interpreted(detect_races: bool = False) -> Iterator[plgpu.InterpretGPUParams
     """Gives the `interpret` argument of a Mosaic GPU kernel; an error inside leaves nothing behind."""
     _Interpreter._interpret_wgmma_ref_p = _wgmma
     _Interpreter.interpret = _interpret
+    for name, check in _checks.items():
+        setattr(_Races, name, _outside_registers(check))
     gpu_callbacks.reset_gpu_interpret_mode_state()
     try:
-        yield plgpu.InterpretGPUParams(detect_races=detect_races)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # NumPy multiplies the NaN of what must not matter
+            yield plgpu.InterpretGPUParams(detect_races=detect_races)
     finally:
         gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def _outside_registers(check: Any) -> Any:
+    """Registers are private, so they cannot race; but their names are used again for the next block of the grid."""
+
+    def checked(self: Any, thread: Any, clock: Any, key: Any, *args: Any, **kwargs: Any) -> None:
+        if key.memory_space_id != memory.get_memory_space_idx(gpu_core.MemorySpace.REGS):
+            check(self, thread, clock, key, *args, **kwargs)
+
+    return checked
 
 
 def _wgmma(self: Any, eqn: Any, token: jax.Array, get_invals: Any) -> Any:
@@ -51,7 +68,7 @@ def _interpret(self: Any, jaxpr: Any, token: jax.Array, *args: Any) -> Any:
         return _interpret_without_run_state(self, jaxpr, token, *args)
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
     made = [v for eqn in jaxpr.eqns[:first] for v in eqn.outvars if type(v).__name__ != "DropVar"]
-    before = jaxpr.replace(eqns=jaxpr.eqns[:first], outvars=made, debug_info=None)
+    before = jaxpr.replace(eqns=jaxpr.eqns[:first], outvars=made, debug_info=_unnamed(jaxpr))
     token, values = _interpret_without_run_state(self, before, token, *args)
     env.update(zip(made, values, strict=True))
 
@@ -73,8 +90,12 @@ def _interpret(self: Any, jaxpr: Any, token: jax.Array, *args: Any) -> Any:
         token = _deallocate(self, eqn, token, key)
 
     live = [v for v in env if type(v).__name__ != "DropVar"]
-    after = jaxpr.replace(constvars=[], invars=live, eqns=jaxpr.eqns[first + 1 :], debug_info=None)
+    after = jaxpr.replace(constvars=[], invars=live, eqns=jaxpr.eqns[first + 1 :], debug_info=_unnamed(jaxpr))
     return self.interpret(after, token, *(env[v] for v in live))
+
+
+def _unnamed(jaxpr: Any) -> Any:
+    return jaxpr.debug_info._replace(arg_names=None, result_paths=None)
 
 
 def _allocate(self: Any, eqn: Any, token: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
