@@ -203,5 +203,5 @@ class PageRing:
                 key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE)
                 values = jnp.where(key < valid, values, 0.0)
             memory.block[:, p * width : (p + 1) * width] = values.astype(self.dtype)
+        plgpu.commit_smem()  # also orders the reads above before the next copy into the same place
         plgpu.barrier_arrive(memory.empty.at[slot])
-        plgpu.commit_smem()
