@@ -12,8 +12,10 @@ from pallas_kernels.dispatch import dispatch
 from pallas_kernels.pages import FLOAT8
 from pallas_kernels.quantized_matmul.activations import ACTIVATIONS, quantize_per_token
 from pallas_kernels.quantized_matmul.reference import quantized_matmul_reference
+from pallas_kernels.quantized_matmul.tpu_tiles import prefer_xla
 from pallas_kernels.quantized_matmul.weights import PACK_BLOCK, QuantizedWeight, dequantize_weight
 from pallas_kernels.quantized_matmul.xla import quantized_matmul_xla
+from pallas_kernels.target import current_target
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -91,6 +93,8 @@ def _product(
     x_scale = None
     if activations is not None:
         x, x_scale = quantize_per_token(x, activations)
+    if implementation is None and current_target().platform == "tpu" and prefer_xla(x.shape[0], weight):
+        implementation = "xla"
     return dispatch(
         "quantized_matmul", IMPLEMENTATIONS, implementation, x, weight, x_scale=x_scale, out_dtype=out_dtype
     )
