@@ -79,7 +79,7 @@ def quantized_matmul_mosaic_tpu(
     x = jnp.pad(x, ((0, rows - M), (0, 0)))
     in_planes = x.astype(operand).reshape(rows, -1, planes, K if planes == 1 else PACK_BLOCK // planes)
 
-    across = G < _LANES  # XLA:TPU stores f32[N, G] column by column then: the transpose is free, a block of rows is not
+    across = G % _LANES > 0  # XLA:TPU then stores f32[N, G] by columns: the transpose is free, and rows cost a copy
     per_output = pl.BlockSpec((G, bn), _at_n_across) if across else pl.BlockSpec((bn, G), _at_n)
     operands = [
         jnp.moveaxis(in_planes, 2, 0).reshape(planes, rows, L),
@@ -99,6 +99,7 @@ def quantized_matmul_mosaic_tpu(
     stored_dtype = jnp.dtype(jnp.float32 if out_dtype == jnp.float16 else out_dtype)
     kernel = functools.partial(
         _kernel,
+        one_group=G == 1,
         across=across,
         lanes=lanes,
         unit=unit,
@@ -107,6 +108,7 @@ def quantized_matmul_mosaic_tpu(
         has_x_scale=x_scale is not None,
     )
     num_bytes = sum(each.size * each.dtype.itemsize for each in operands) + rows * N * stored_dtype.itemsize
+    num_bytes += (pl.cdiv(N, bn) - 1) * rows * K * operand.itemsize * (bl < L)
     num_bytes += (rows // bm - 1) * weight.data.size * weight.data.dtype.itemsize
     out = pl.pallas_call(
         kernel,
@@ -114,7 +116,7 @@ def quantized_matmul_mosaic_tpu(
         in_specs=specs,
         out_specs=pl.BlockSpec((bm, bn), _at_out),
         out_shape=jax.ShapeDtypeStruct((rows, N), stored_dtype),
-        scratch_shapes=[pltpu.VMEM((bm, bn), jnp.float32), *[pltpu.VMEM((G, bn), jnp.float32)] * (G > 1)],
+        scratch_shapes=[pltpu.VMEM((bm, bn), jnp.float32), *[pltpu.VMEM((G, bn), jnp.float32)] * (not across)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(flops=2 * rows * N * K * expansion, bytes_accessed=num_bytes, transcendentals=0),
         interpret=interpret,
@@ -159,6 +161,7 @@ def _kernel(
     w_ref,  # [block_n, block_l]
     scale_ref,  # [G, block_n] if `across`, else [block_n, G]; so is that of the zero points
     *refs,
+    one_group: bool,
     across: bool,
     lanes: int,
     unit: int,
@@ -170,17 +173,17 @@ def _kernel(
     zero_ref, sums_ref = (refs.pop(0), refs.pop(0)) if has_zero else (None, None)
     x_scale_ref = refs.pop(0) if has_x_scale else None
     out_ref, acc_ref, *rest = refs
-    scales_ref = rest[0] if rest else None  # [G, block_n]
+    scales_ref = rest[0] if rest else scale_ref  # [G, block_n]
     planes, block_m, block_l = x_ref.shape
     k = pl.program_id(2)
 
     @pl.when(k == 0)
     def _start():
-        if scales_ref is not None:
-            scales_ref[...] = scale_ref[...] if across else scale_ref[...].T
+        if not across:
+            scales_ref[...] = scale_ref[...].T
         if zero_ref is None:
             acc_ref[...] = jnp.zeros_like(acc_ref)
-        elif scales_ref is None:
+        elif one_group:
             acc_ref[...] = -sums_ref[...] * zero_ref[...]
         else:
             offsets = scale_ref[...] * zero_ref[...]
@@ -193,7 +196,7 @@ def _kernel(
             _dot(_expand(x_ref[p, :, start : start + width], lanes), _convert(codes, p, planes, x_ref.dtype))
             for p in range(planes)
         ]
-        if scales_ref is None:
+        if one_group:
             for part in parts:
                 acc_ref[...] += part
             continue
@@ -208,7 +211,7 @@ def _kernel(
     @pl.when(k == pl.num_programs(2) - 1)
     def _finish():
         out = acc_ref[...]
-        if scales_ref is None:
+        if one_group:
             out = out * scale_ref[...]
         if x_scale_ref is not None:
             out = out * x_scale_ref[...]

@@ -1,5 +1,7 @@
 """The quantized matmul in the form that XLA compiles best on each platform."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -51,7 +53,7 @@ def _fused(x: jax.Array, weight: QuantizedWeight, out_dtype: jax.typing.DTypeLik
         return _dot(x.astype(floats), dequantize_weight(weight).astype(floats))
     codes = unpack(weight.data, 4, PACK_BLOCK).astype(jnp.int8) if weight.bits == 4 else weight.data
     exact = x.dtype == codes.dtype and (x.dtype != jnp.int8 or x.shape[1] <= _MAX_INPUTS)
-    product = _dot(x, codes) if exact else _dot(x.astype(floats), codes.astype(floats))
+    product = (_dot(x, codes) if exact else _dot(x.astype(floats), codes.astype(floats))).astype(jnp.float32)
     if weight.zero is not None:
         product = product - jnp.sum(x.astype(jnp.float32), axis=1)[:, None] * weight.zero[None, :, 0]
     return product * weight.scale[None, :, 0]
@@ -91,21 +93,19 @@ def _digits(x: Float[Array, "M K"]) -> tuple[Int8[Array, "R K"], Float[Array, "D
 def _loop(digits: Int8[Array, "R K"], weight: QuantizedWeight) -> Float[Array, "R N"]:
     """Returns the product of integers, one group at a time, so written that the CPU never stores unpacked codes."""
     N, K = weight.shape
-    R, group = digits.shape[0], weight.group
+    R, group, half = digits.shape[0], weight.group, PACK_BLOCK // 2
     if weight.bits == 8:
-        x = digits.reshape(R, 1, K // group, group).astype(jnp.int32)
-        sums = jnp.sum(weight.data.reshape(1, N, K // group, group).astype(jnp.int32) * x, axis=-1)
+        run = math.gcd(group, half)
+        x = digits.reshape(R, 1, K // run, run).astype(jnp.int32)
+        products = weight.data.reshape(1, N, K // run, run).astype(jnp.int32) * x
     else:
-        half = PACK_BLOCK // 2
         x = digits.reshape(R, 1, K // PACK_BLOCK, 2, half).astype(jnp.int32)
         packed = weight.data.reshape(1, N, K // PACK_BLOCK, half)
         low, high = (packed & jnp.uint8(15)).astype(jnp.int32), (packed >> jnp.uint8(4)).astype(jnp.int32)
-        if group < PACK_BLOCK:
-            sums = jnp.stack([low * x[..., 0, :], high * x[..., 1, :]], axis=-2)
-            sums = jnp.sum(sums.reshape(R, N, K // group, group), axis=-1)
-        else:
-            sums = (low * x[..., 0, :] + high * x[..., 1, :]).reshape(R, N, K // group, group // 2)
-            sums = jnp.sum(sums, axis=-1)
+        products = low * x[..., 0, :], high * x[..., 1, :]
+        products = jnp.stack(products, axis=-2) if group < PACK_BLOCK else products[0] + products[1]
+    # Runs of 32 and then their sums: XLA:CPU stores the products of a longer run before it adds them.
+    sums = jnp.sum(products.reshape(R, N, K // group, -1, min(half, products.shape[-1], group)), axis=(-2, -1))
     sums = sums.astype(jnp.float32)
     if weight.zero is not None:
         ones = jnp.sum(digits.reshape(R, 1, K // group, group).astype(jnp.int32), axis=-1).astype(jnp.float32)
