@@ -1,0 +1,2 @@
+def quantized_matmul_w8a8(*a):
+    raise NotImplementedError
