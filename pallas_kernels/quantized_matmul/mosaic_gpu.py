@@ -28,6 +28,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.quantized_matmul.mosaic_gpu_pipeline import (
+    COLUMNS,
+    COPY_REGISTERS,
+    ROWS,
+    along,
+    block,
+    compute_registers,
     finish,
     out_type,
     pad_rows,
@@ -43,8 +49,6 @@ from pallas_kernels.quantized_matmul.tiles import SCALES_PER_STEP, TileConfig, c
 from pallas_kernels.quantized_matmul.weights import QuantizedWeight
 from pallas_kernels.target import require_hopper
 
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
-_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 # A thread holds the SCALES_PER_STEP scales of the rows it has in an accumulator: taking one is no communication.
 _SCALES = plgpu.Layout.TILED(
     plgpu.Tiling(((64, SCALES_PER_STEP), (16, SCALES_PER_STEP), (8, SCALES_PER_STEP))),
@@ -166,32 +170,32 @@ def _kernel(*refs, names, tiles, K, bits, group, sum_group, unit, float8, on_wei
 
     @pl.when(warpgroup == tiles.warpgroups)
     def _producer() -> None:
-        plgpu.set_max_registers(40, action="decrease")
-        rows = pl.ds(pl.multiple_of(n * block_n, block_n), block_n)
-        columns = pl.ds(pl.multiple_of(m * block_m, block_m), block_m)
+        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        rows = block(n, block_n)
+        columns = block(m, block_m)
 
         def copies(k: Any, slot: Any, barrier: Any) -> None:
             def copy(name: str, *index: Any) -> None:
                 plgpu.copy_gmem_to_smem(gmem[name].at[index], scratch[f"{name}_smem"].at[slot], barrier)
 
             row_bytes = block_k * bits // 8
-            copy("data", rows, pl.ds(pl.multiple_of(k * row_bytes, row_bytes), row_bytes))
-            copy("x", columns, pl.ds(pl.multiple_of(k * block_k, block_k), block_k))
+            copy("data", rows, block(k, row_bytes))
+            copy("x", columns, block(k, block_k))
             for name in ("scale", "zero"):
                 if f"{name}_smem" in scratch:
                     first = lax.div(k * block_k, jnp.int32(group * SCALES_PER_STEP)) * SCALES_PER_STEP
                     copy(name, rows, pl.ds(pl.multiple_of(first, SCALES_PER_STEP), SCALES_PER_STEP))
             if "sums_smem" in scratch:
-                count = block_k // sum_group
-                copy("sums", pl.ds(pl.multiple_of(k * count, count), count), columns)
+                copy("sums", block(k, block_k // sum_group), columns)
 
         produce(copies, full, empty, start, count, stages)
 
     @pl.when(warpgroup < tiles.warpgroups)
     def _consumer() -> None:
-        plgpu.set_max_registers(_registers(tiles.warpgroups), action="increase")
-        rows = pl.ds(pl.multiple_of(warpgroup * 64, 64), 64)
+        plgpu.set_max_registers(compute_registers(tiles.warpgroups), action="increase")
+        rows = block(warpgroup, 64)
         shape = (64, block_m)
+        outputs = pl.ds(pl.multiple_of(n * block_n + warpgroup * 64, 64), 64)
 
         def pieces(slot: Any) -> list[tuple[int, jax.Array]]:
             width = min(128, block_k * bits // 8)
@@ -221,7 +225,7 @@ def _kernel(*refs, names, tiles, K, bits, group, sum_group, unit, float8, on_wei
             plgpu.barrier_arrive(empty.at[slot])
 
         def sum_of(slot: Any, i: int) -> jax.Array:
-            return plgpu.load(scratch["sums_smem"].at[slot, i], layout=_COLUMNS)
+            return plgpu.load(scratch["sums_smem"].at[slot, i], layout=COLUMNS)
 
         if group == K or on_weights:
             sums = "sums_smem" in scratch
@@ -241,20 +245,19 @@ def _kernel(*refs, names, tiles, K, bits, group, sum_group, unit, float8, on_wei
                     release(slot)
                     return total
 
-                zeros = plgpu.layout_cast(jnp.zeros((block_m,), jnp.float32), _COLUMNS) if sums else None
+                zeros = plgpu.layout_cast(jnp.zeros((block_m,), jnp.float32), COLUMNS) if sums else None
                 total = lax.fori_loop(jnp.int32(0), jnp.int32(count), step, zeros)
                 return acc[...], total
 
             values, total = pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))
             if group == K:
-                block = pl.ds(pl.multiple_of(n * block_n + warpgroup * 64, 64), 64)
-                scale = plgpu.load(gmem["scale"].at[block], layout=_ROWS, optimized=False)
+                scale = plgpu.load(gmem["scale"].at[outputs], layout=ROWS, optimized=False)
                 zero = None
                 if "zero" in gmem:
-                    zero = plgpu.load(gmem["zero"].at[block], layout=_ROWS, optimized=False)
-                values = values * _along(scale, shape, 0)
+                    zero = plgpu.load(gmem["zero"].at[outputs], layout=ROWS, optimized=False)
+                values = values * along(scale, shape, 0)
                 if total is not None:
-                    values = values + _along(_shift(scale, zero, bits), shape, 0) * _along(total, shape, 1)
+                    values = values + along(_shift(scale, zero, bits), shape, 0) * along(total, shape, 1)
         else:
 
             def step(i: Any, values: jax.Array) -> jax.Array:
@@ -271,24 +274,18 @@ def _kernel(*refs, names, tiles, K, bits, group, sum_group, unit, float8, on_wei
 
                     product = pl.run_scoped(one, plgpu.ACC(shape, jnp.float32))
                     scale, shift = scale_and_shift(slot, start + i, g * sum_group)
-                    values = values + product * _along(scale, shape, 0)
+                    values = values + product * along(scale, shape, 0)
                     if shift is not None:
-                        values = values + _along(shift, shape, 0) * _along(sum_of(slot, g), shape, 1)
+                        values = values + along(shift, shape, 0) * along(sum_of(slot, g), shape, 1)
                 release(slot)
                 return values
 
             zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
             values = lax.fori_loop(jnp.int32(0), jnp.int32(count), step, zeros)
 
-        first = pl.multiple_of(n * block_n + warpgroup * 64, 64)
-        m_block = pl.ds(pl.multiple_of(m * block_m, block_m), block_m)
-        target = out.at[split, m_block, pl.ds(first, 64)] if transposed else out.at[split, pl.ds(first, 64), m_block]
+        m_block = block(m, block_m)
+        target = out.at[split, m_block, outputs] if transposed else out.at[split, outputs, m_block]
         store(values, scratch["stage"].at[warpgroup], target, transposed)
-
-
-def _registers(warpgroups: int) -> int:
-    """Registers a thread, of 64 K: the rest of what the copying warpgroup (40) leaves, in eights, 240 at most."""
-    return min(240, (65536 - 128 * 40) // (128 * warpgroups) // 8 * 8)
 
 
 def _column(values: jax.Array, column: Any) -> jax.Array:
@@ -306,13 +303,9 @@ def _shift(scale: jax.Array, zero: jax.Array | None, bits: int) -> jax.Array | N
     return (jnp.float32(offset) - zero) * scale
 
 
-def _along(vector: jax.Array, shape: tuple[int, int], dimension: int) -> jax.Array:
-    return lax.broadcast_in_dim(vector, shape, [dimension])
-
-
 def _dequantize(a: jax.Array, scale: jax.Array, shift: jax.Array | None) -> jax.Array:
     """`a * scale + shift` of each row, rounded once."""
-    values = a.astype(jnp.float32) * _along(scale, a.shape, 0)
+    values = a.astype(jnp.float32) * along(scale, a.shape, 0)
     if shift is not None:
-        values = values + _along(shift, a.shape, 0)
+        values = values + along(shift, a.shape, 0)
     return values.astype(a.dtype)

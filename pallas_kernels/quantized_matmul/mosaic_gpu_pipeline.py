@@ -1,6 +1,6 @@
 """What the Hopper kernels of this operation share: copies in flight and the way out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,6 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = plgpu.Layout.WGMMA.reduce(1)  # a number for each row of an accumulator
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # a number for each column
+COPY_REGISTERS = 40  # a thread of the copying warpgroup
 
 Copies = Callable[[Any, Any, Any], None]  # (step, slot, barrier) -> starts the copies of a step
 
@@ -71,9 +75,7 @@ def stage_type(warpgroups: int, block_m: int, dtype: Any, transposed: bool) -> A
     """Returns the shared memory from which `store` writes, one piece a warpgroup."""
     piece = min(block_m, 64)
     shape = (piece, 64) if transposed else (64, piece)
-    return plgpu.SMEM(
-        (warpgroups, *shape), dtype, transforms=tiled(shape[1] * jnp.dtype(dtype).itemsize, dtype)
-    )
+    return plgpu.SMEM((warpgroups, *shape), dtype, transforms=tiled(shape[1] * jnp.dtype(dtype).itemsize, dtype))
 
 
 def out_type(splits: int, M: int, N: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, bool]:
@@ -97,6 +99,16 @@ def pad_rows(x: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) if missing else x
 
 
-def slots(shape: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Returns the shape of a buffer of `stages` slots."""
-    return (stages, *shape)
+def block(index: Any, size: int) -> Any:
+    """Returns the slice of block `index`, known to start at a multiple of its size."""
+    return pl.ds(pl.multiple_of(index * size, size), size)
+
+
+def along(vector: jax.Array, shape: tuple[int, int], dimension: int) -> jax.Array:
+    """Returns the vector repeated to `shape`, running along `dimension`."""
+    return lax.broadcast_in_dim(vector, shape, [dimension])
+
+
+def compute_registers(warpgroups: int) -> int:
+    """Returns the registers of a multiplying thread: of 64 K, what COPY_REGISTERS leaves, in eights, 240 at most."""
+    return min(240, (65536 - 128 * COPY_REGISTERS) // (128 * warpgroups) // 8 * 8)

@@ -63,12 +63,25 @@ def shared_memory(tiles: TileConfig, bits: int, x_bytes: int, scale_boxes: int, 
     return tiles.stages * step + staging + SHARED_MEMORY_RESERVE
 
 
-def choose_tiles(M: int, N: int, K: int, bits: int, group: int, x_bytes: int = 2, num_sms: int = NUM_SMS) -> TileConfig:
-    """Returns tiles for x[M, K] times W[N, K] with `bits` a weight and one scale for `group` of them."""
-    block_m = next((size for size in (8, 16, 32, 64, 128) if size >= M), 256)
+def choose_tiles(
+    M: int, N: int, K: int, bits: int, group: int, x_bytes: int = 2, most_rows: int = 256, num_sms: int = NUM_SMS
+) -> TileConfig:
+    """Returns tiles for x[M, K] times W[N, K].
+
+    Args:
+        M: rows of x.
+        N: outputs.
+        K: inputs.
+        bits: of a weight.
+        group: weights with one scale.
+        x_bytes: of an element of x.
+        most_rows: the largest block_m, for kernels that need more registers.
+        num_sms: multiprocessors.
+    """
+    block_m = next((size for size in (8, 16, 32, 64, 128) if size >= M), most_rows)
     block_n = _block_n(N, 256 if block_m <= 32 else 128)
     # One copy of scales covers SCALES_PER_STEP groups; 128 bytes of W a row and step are one line of the cache.
-    widest = min(SCALES_PER_STEP * group, 128 * 8 // bits if block_m <= 64 else 64)
+    widest = min(SCALES_PER_STEP * group, 128 * 8 // bits if block_m <= 64 else 128 // x_bytes)
     block_k = next(size for size in (256, 128, 64) if K % size == 0 and size <= max(widest, 64))
     boxes = 0 if group == K else 2 if bits == 4 else 1
     tiles = TileConfig(block_m, block_n, block_k, 2)
