@@ -92,7 +92,7 @@ def quantized_matmul_mosaic_gpu(
         raise NotImplementedError(f"mosaic_gpu needs x in bfloat16 or float16 (or 8 bits with x_scale), got {x.dtype}")
     if weight.group != K and weight.group not in (32, 64, 128):
         raise NotImplementedError(f"mosaic_gpu needs groups of 32, 64, 128 or all inputs, got {weight.group}")
-    tiles = tiles or choose_tiles(x.shape[0], N, K, weight.bits, weight.group)
+    tiles = tiles or choose_tiles(x.shape[0], N, K, weight.bits, weight.group, weight.zero is not None)
     if N % tiles.block_n or K % tiles.block_k or tiles.splits > K // tiles.block_k:
         raise NotImplementedError(f"{tiles} does not fit {N=}, {K=}")
     if weight.group != K and tiles.block_k > SCALES_PER_STEP * weight.group:

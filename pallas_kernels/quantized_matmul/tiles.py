@@ -64,7 +64,15 @@ def shared_memory(tiles: TileConfig, bits: int, x_bytes: int, scale_boxes: int, 
 
 
 def choose_tiles(
-    M: int, N: int, K: int, bits: int, group: int, x_bytes: int = 2, most_rows: int = 256, num_sms: int = NUM_SMS
+    M: int,
+    N: int,
+    K: int,
+    bits: int,
+    group: int,
+    zero: bool = False,
+    x_bytes: int = 2,
+    most_rows: int = 256,
+    num_sms: int = NUM_SMS,
 ) -> TileConfig:
     """Returns tiles for x[M, K] times W[N, K].
 
@@ -74,6 +82,7 @@ def choose_tiles(
         K: inputs.
         bits: of a weight.
         group: weights with one scale.
+        zero: whether there are zero points.
         x_bytes: of an element of x.
         most_rows: the largest block_m, for kernels that need more registers.
         num_sms: multiprocessors.
@@ -83,14 +92,13 @@ def choose_tiles(
     # One copy of scales covers SCALES_PER_STEP groups; 128 bytes of W a row and step are one line of the cache.
     widest = min(SCALES_PER_STEP * group, 128 * 8 // bits if block_m <= 64 else 128 // x_bytes)
     block_k = next(size for size in (256, 128, 64) if K % size == 0 and size <= max(widest, 64))
-    boxes = 0 if group == K else 2 if bits == 4 else 1
+    boxes = 0 if group == K else 1 + zero
     tiles = TileConfig(block_m, block_n, block_k, 2)
     steps = K // block_k
     stages = 2
     while stages < min(8, steps):
-        if shared_memory(dataclasses.replace(tiles, stages=stages + 1), bits, x_bytes, boxes, bits == 4) > (
-            MAX_SHARED_MEMORY
-        ):
+        more = dataclasses.replace(tiles, stages=stages + 1)
+        if shared_memory(more, bits, x_bytes, boxes, True) > MAX_SHARED_MEMORY:
             break
         stages += 1
     splits = _splits(-(-M // block_m) * (N // block_n), steps, num_sms)
@@ -103,8 +111,11 @@ def _block_n(N: int, most: int) -> int:
 
 
 def _splits(blocks: int, steps: int, num_sms: int) -> int:
-    """The number of parts of K with the least makespan: waves of blocks, each of its steps and about two more to
-    start and to write (four more where partial sums must be written in f32 and added)."""
+    """The number of parts of K with the least makespan.
+
+    That is waves of blocks, each of its steps and about two more to start and to write; four more where partial sums
+    must be written in f32 and added.
+    """
 
     def cost(splits: int) -> float:
         waves = math.ceil(blocks * splits / num_sms)
