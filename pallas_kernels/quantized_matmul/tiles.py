@@ -4,10 +4,10 @@ The kernels compute out^T[N, M] = W x^T: a warpgroup takes 64 rows of W as the l
 tile side, `block_m` rows of x, can be as narrow as 8.
 
 Few rows of x (decode): the time is that of reading W once at 4.8 TB/s. By Little's law a latency of about 0.8 us needs
-3.8 MB in flight, 29 KB an SM; the stages below hold 60 KB of weights or more an SM. Every block also reads its share of
-x from the L2 cache, `2 * block_m` bytes for every `block_n * bits / 8` bytes of weights: 256 outputs a block keep that
-at an eighth for 8 rows of x and 4 bits. N / 256 blocks are too few for 132 SMs, so K is split, in as many parts as
-minimise the number of steps of the busiest SM plus the writing and adding of the partial sums.
+3.8 MB in flight, 29 KB an SM; the stages below hold three times that. Every block also reads its share of x from the
+L2 cache, `2 * block_m` bytes for every `block_n * bits / 8` bytes of weights: a quarter for 8 rows, 4 bits and 128
+outputs, so wide blocks are better, but few blocks leave SMs idle, and splitting K among blocks, which always fills
+them, costs another operation that adds the parts: `_microseconds` weighs these.
 
 Many rows (prefill): the tensor cores are the limit, 2048 bf16 products a clock. 64 rows of W times 64 inputs, 4096
 weights, take 3 to 4 operations each to become scaled bf16, about 112 clocks of the 128 lanes, and feed
@@ -16,11 +16,14 @@ conversion hides. 256 f32 accumulators of 64 rows are 128 registers a thread, so
 """
 
 import dataclasses
+import itertools
 import math
 
 NUM_SMS = 132  # H100 SXM and H200
 MAX_SHARED_MEMORY = 227 * 1024
 SHARED_MEMORY_RESERVE = 2 * 1024  # barriers and alignment
+_BYTES_PER_US = 4.8e6 / NUM_SMS  # of one multiprocessor's share of the bandwidth
+_FLOPS_PER_US = 989e6 / NUM_SMS  # of one multiprocessor, 16 bits
 SCALES_PER_STEP = 4  # the least box TMA can copy: 16 bytes of f32
 
 
@@ -88,37 +91,35 @@ def choose_tiles(
         num_sms: multiprocessors.
     """
     block_m = next((size for size in (8, 16, 32, 64, 128) if size >= M), most_rows)
-    block_n = _block_n(N, 256 if block_m <= 32 else 128)
     # One copy of scales covers SCALES_PER_STEP groups; 128 bytes of W a row and step are one line of the cache.
     widest = min(SCALES_PER_STEP * group, 128 * 8 // bits if block_m <= 64 else 128 // x_bytes)
     block_k = next(size for size in (256, 128, 64) if K % size == 0 and size <= max(widest, 64))
-    boxes = 0 if group == K else 1 + zero
-    tiles = TileConfig(block_m, block_n, block_k, 2)
     steps = K // block_k
-    stages = 2
-    while stages < min(8, steps):
-        more = dataclasses.replace(tiles, stages=stages + 1)
+    blocks = (size for size in (256, 192, 128, 64) if N % size == 0 and (size <= 128 or block_m <= 32))
+    candidates = [
+        TileConfig(block_m, block_n, block_k, 2, splits)
+        for block_n, splits in itertools.product(blocks, range(1, min(16, steps) + 1))
+    ]
+    tiles = min(candidates, key=lambda tiles: (_microseconds(tiles, M, N, K, bits, x_bytes, num_sms), tiles.splits))
+    boxes = 0 if group == K else 1 + zero
+    while tiles.stages < min(8, -(-steps // tiles.splits)):
+        more = dataclasses.replace(tiles, stages=tiles.stages + 1)
         if shared_memory(more, bits, x_bytes, boxes, True) > MAX_SHARED_MEMORY:
             break
-        stages += 1
-    splits = _splits(-(-M // block_m) * (N // block_n), steps, num_sms)
-    return TileConfig(block_m, block_n, block_k, stages, splits)
+        tiles = more
+    return tiles
 
 
-def _block_n(N: int, most: int) -> int:
-    """The widest block that divides N."""
-    return next(size for size in (256, 192, 128, 64) if size <= most and N % size == 0)
+def _microseconds(tiles: TileConfig, M: int, N: int, K: int, bits: int, x_bytes: int, num_sms: int) -> float:
+    """A model of the time, to compare tiles only.
 
-
-def _splits(blocks: int, steps: int, num_sms: int) -> int:
-    """The number of parts of K with the least makespan.
-
-    That is waves of blocks, each of its steps and about two more to start and to write; four more where partial sums
-    must be written in f32 and added.
+    Waves of blocks, one on a multiprocessor. A step takes what its share of the bandwidth needs for the weights (x, from
+    the cache, counts half) or what the tensor cores need; a block about 1 us to start and to write. Parts of K cost 3 us
+    more: another operation that adds them.
     """
-
-    def cost(splits: int) -> float:
-        waves = math.ceil(blocks * splits / num_sms)
-        return waves * (math.ceil(steps / splits) + (2 if splits == 1 else 4))
-
-    return min(range(1, min(16, steps) + 1), key=lambda splits: (cost(splits), splits))
+    blocks = -(-M // tiles.block_m) * (N // tiles.block_n) * tiles.splits
+    num_bytes = tiles.block_k * (tiles.block_n * bits / 8 + tiles.block_m * x_bytes / 2)
+    flops = 2 * tiles.block_m * tiles.block_n * tiles.block_k
+    step = max(num_bytes / _BYTES_PER_US, flops / (_FLOPS_PER_US * 2 / x_bytes))
+    steps = math.ceil(K // tiles.block_k / tiles.splits)
+    return math.ceil(blocks / num_sms) * (steps * step + 1) + 3 * (tiles.splits > 1)

@@ -21,13 +21,13 @@ BF16 = "bfloat16"
 QUICK = [
     # One scale an output, more steps than slots.
     (Case("int4_zero", 5, 192, 64, BF16), TileConfig(8, 64, 64, 2)),
-    # Two blocks each way, two parts of three steps, a group for each half of a block of codes.
-    (Case("int4_g32_zero", 9, 384, 128, BF16), TileConfig(8, 64, 128, 2, 2)),
+    # Two blocks of rows, three steps in two parts, a group for each half of a block of codes.
+    (Case("int4_g32_zero", 9, 384, 64, BF16), TileConfig(8, 64, 128, 2, 2)),
     # A step narrower than a group, a number of groups that is padded, two warpgroups, result in f32.
     (Case("int8_g128", 1, 384, 128, "float16"), TileConfig(8, 128, 64, 3)),
     # Scales on the weights; pieces of the result.
     (Case("int4_g64_zero", 130, 128, 64, BF16), TileConfig(256, 64, 64, 2)),
-    (Case("int8", 17, 512, 64, BF16, "int8"), TileConfig(32, 64, 128, 2, 2)),
+    (Case("int8", 17, 640, 64, BF16, "int8"), TileConfig(32, 64, 128, 2, 2)),
     (Case("float8", 8, 384, 128, BF16, "float8"), TileConfig(8, 64, 128, 2)),
 ]
 THOROUGH = [
@@ -106,14 +106,24 @@ def test_missing_barrier_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unpacking_is_exact(dtype: Any) -> None:
     codes = np.arange(256, dtype=np.uint8)
     dtype = jnp.dtype(dtype)
-    pairs = jnp.asarray(codes, jnp.uint16)
-    offset = mosaic_gpu_unpack.CODE_OFFSET
-    np.testing.assert_array_equal(mosaic_gpu_unpack._low(pairs, dtype).astype(jnp.float32), codes % 16.0 - offset)
-    np.testing.assert_array_equal(mosaic_gpu_unpack._high(pairs, dtype).astype(jnp.float32), codes // 16 * 1.0 - offset)
+    for shift, expected in ((0, codes % 16), (4, codes // 16)):
+        unpacked = mosaic_gpu_unpack._code(jnp.asarray(codes), shift, dtype, inline=False)
+        np.testing.assert_array_equal(unpacked.astype(jnp.float32), expected * 1.0 - mosaic_gpu_unpack.CODE_OFFSET)
     signed = mosaic_gpu_unpack._int8(jnp.asarray(codes), dtype)
     np.testing.assert_array_equal(signed.astype(jnp.float32), codes.view(np.int8).astype(np.float32))
     float8 = mosaic_gpu_unpack._float8(jnp.asarray(codes), dtype)
     np.testing.assert_array_equal(float8.astype(jnp.float32), codes.view(jnp.float8_e4m3fn).astype(np.float32))
+
+
+@pytest.mark.parametrize("shift", [0, 4])
+def test_inline_code_is_the_array_operation(shift: int) -> None:
+    """The words of `_inline_nibbles`, with the byte permutation of PTX, against `_nibbles`."""
+    packed = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
+    words = (packed.view(np.uint32) >> shift) & mosaic_gpu_unpack.NIBBLES
+    sources = np.concatenate([words.view(np.uint8).reshape(-1, 4), np.full((1024, 1), 0x43, np.uint8)], axis=1)
+    permuted = [sources[:, [(selector >> (4 * i)) & 7 for i in range(4)]] for selector in mosaic_gpu_unpack.SPREAD]
+    actual = np.ascontiguousarray(np.concatenate(permuted, axis=1)).view(np.uint16).reshape(-1)
+    np.testing.assert_array_equal(actual, mosaic_gpu_unpack._nibbles(jnp.asarray(packed), shift, 0x43))
 
 
 @pytest.mark.parametrize(("M", "x_bytes"), [(1, 2), (16, 2), (33, 2), (64, 2), (100, 2), (2048, 2), (16, 1), (2048, 1)])
@@ -130,8 +140,13 @@ def test_chosen_tiles_fit(M: int, x_bytes: int) -> None:
         assert tiles.splits <= K // tiles.block_k
         assert tiles.block_k <= 4 * (group or K)
         assert shared_memory(tiles, bits, x_bytes, 0 if group is None else 2, True) <= MAX_SHARED_MEMORY
-        blocks = -(-M // tiles.block_m) * (N // tiles.block_n) * tiles.splits
-        assert blocks >= 100 or N * K < 132 * 64 * 512, f"{blocks} blocks for {M}x{K}x{N}"
+
+
+def test_chosen_tiles_use_the_machine() -> None:
+    assert choose_tiles(1, 14336, 4096, 4, 128, True) == TileConfig(8, 128, 256, 8, 1)
+    down = choose_tiles(16, 4096, 14336, 4, 128, True)
+    assert 100 < 4096 // down.block_n * down.splits <= 132
+    assert choose_tiles(2048, 14336, 4096, 8, 4096) == TileConfig(256, 128, 64, 4, 1)
 
 
 def test_refusals() -> None:
