@@ -113,7 +113,7 @@ def _matmul(x: jax.Array, weight: QuantizedWeight, out_dtype: Any, interpret: An
     unit = PLANE if weight.bits == 4 or sum_group == 32 else 64
     row_bytes = tiles.block_k * weight.bits // 8
     stages, block_m, block_n = tiles.stages, tiles.block_m, tiles.block_n
-    scratch = {
+    scratch: dict[str, Any] = {
         "x_smem": plgpu.SMEM((stages, block_m, tiles.block_k), x.dtype, transforms=tiled(unit * 2, x.dtype)),
         "data_smem": plgpu.SMEM((stages, block_n, row_bytes), jnp.uint8, transforms=tiled(row_bytes, jnp.uint8)),
     }

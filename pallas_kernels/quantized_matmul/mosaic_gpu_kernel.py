@@ -158,7 +158,7 @@ def kernel(*refs: Any, plan: Plan, **scratch: Any) -> None:
                 total = lax.fori_loop(jnp.int32(0), jnp.int32(count), step, zeros)
                 return acc[...], total
 
-            values, total = pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))
+            values, total = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
             if group == K:
                 scale = plgpu.load(gmem["scale"].at[outputs], layout=ROWS, optimized=False)
                 zero = None
@@ -181,7 +181,7 @@ def kernel(*refs: Any, plan: Plan, **scratch: Any) -> None:
                                 multiply(acc, slot, k, a)
                         return acc[...]
 
-                    product = pl.run_scoped(one, plgpu.ACC(shape, jnp.float32))
+                    product = pl.run_scoped(one, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
                     scale, shift = scale_and_shift(slot, start + i, g * sum_group)
                     values = values + product * along(scale, shape, 0)
                     if shift is not None:

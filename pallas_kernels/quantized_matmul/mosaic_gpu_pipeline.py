@@ -19,7 +19,9 @@ Copies = Callable[[Any, Any, Any], None]  # (step, slot, barrier) -> starts the 
 def tiled(row_bytes: int, dtype: Any) -> tuple[Any, Any]:
     """Returns the layout of rows of `row_bytes` (a multiple of 32) in shared memory that wgmma reads: 8 rows a tile."""
     swizzle = next(size for size in (128, 64, 32) if row_bytes % size == 0)
-    return plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
+    transform: Any = plgpu.TilingTransform
+    swizzled: Any = plgpu.SwizzleTransform
+    return transform((8, swizzle // jnp.dtype(dtype).itemsize)), swizzled(swizzle)
 
 
 def part(index: Any, splits: int, steps: int) -> tuple[Any, Any]:
@@ -104,7 +106,7 @@ def block(index: Any, size: int) -> Any:
     return pl.ds(pl.multiple_of(index * size, size), size)
 
 
-def along(vector: jax.Array, shape: tuple[int, int], dimension: int) -> jax.Array:
+def along(vector: jax.Array, shape: tuple[int, ...], dimension: int) -> jax.Array:
     """Returns the vector repeated to `shape`, running along `dimension`."""
     return lax.broadcast_in_dim(vector, shape, [dimension])
 

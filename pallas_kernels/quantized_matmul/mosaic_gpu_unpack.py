@@ -70,7 +70,9 @@ def _inline_nibbles(packed: jax.Array, shift: int, high: int) -> jax.Array:
     """`_nibbles` of neighbouring registers at once: they are the halves of the word that was loaded."""
     layout = plgpu.Layout.WGMMA
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(packed.shape, jnp.uint16, layout=layout))
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(packed.shape, jnp.dtype(jnp.uint16), layout=layout)
+    )
     def nibbles(_: Any, packed: Any) -> Any:
         i16, i32 = ir.IntegerType.get_signless(16), ir.IntegerType.get_signless(32)
         pair = ir.VectorType.get((2,), i16)
@@ -90,7 +92,7 @@ def _inline_nibbles(packed: jax.Array, shift: int, high: int) -> jax.Array:
                 registers[target] = utils.bitcast(both, pair)
         return mgpu.FragmentedArray(_registers=registers, _layout=packed.layout, _is_signed=False)
 
-    return nibbles(packed)
+    return nibbles(packed)  # pyright: ignore[reportCallIssue]  (the decorator passes the context)
 
 
 def _int8(values: jax.Array, dtype: Any) -> jax.Array:

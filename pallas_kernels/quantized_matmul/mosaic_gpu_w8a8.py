@@ -140,7 +140,7 @@ def _kernel(
                     multiply(acc, i)
                     return acc[...]
 
-                total = total + pl.run_scoped(one, plgpu.ACC(shape, jnp.float32))
+                total = total + pl.run_scoped(one, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
                 plgpu.barrier_arrive(empty.at[lax.rem(i, jnp.int32(tiles.stages))])
                 return total
 
@@ -160,7 +160,7 @@ def _kernel(
                 lax.fori_loop(jnp.int32(0), jnp.int32(count), step, None)
                 return acc[...]
 
-            values = pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.int32)).astype(jnp.float32)
+            values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(shape, jnp.int32)).astype(jnp.float32)
 
         outputs = pl.ds(pl.multiple_of(n * tiles.block_n + warpgroup * 64, 64), 64)
         scale = plgpu.load(scale_gmem.at[outputs], layout=ROWS, optimized=False)

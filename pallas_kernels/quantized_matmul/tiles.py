@@ -21,7 +21,7 @@ import math
 
 NUM_SMS = 132  # H100 SXM and H200
 MAX_SHARED_MEMORY = 227 * 1024
-SHARED_MEMORY_RESERVE = 2 * 1024  # barriers and alignment
+SHARED_MEMORY_RESERVE = 7 * 1024  # barriers; every buffer starts at a multiple of 1 KiB
 _BYTES_PER_US = 4.8e6 / NUM_SMS  # of one multiprocessor's share of the bandwidth
 _FLOPS_PER_US = 989e6 / NUM_SMS  # of one multiprocessor, 16 bits
 SCALES_PER_STEP = 4  # the least box TMA can copy: 16 bytes of f32
@@ -113,9 +113,9 @@ def choose_tiles(
 def _microseconds(tiles: TileConfig, M: int, N: int, K: int, bits: int, x_bytes: int, num_sms: int) -> float:
     """A model of the time, to compare tiles only.
 
-    Waves of blocks, one on a multiprocessor. A step takes what its share of the bandwidth needs for the weights (x, from
-    the cache, counts half) or what the tensor cores need; a block about 1 us to start and to write. Parts of K cost 3 us
-    more: another operation that adds them.
+    Waves of blocks, one on a multiprocessor. A step takes what its share of the bandwidth needs for the weights (x,
+    from the cache, counts half) or what the tensor cores need; a block about 1 us to start and to write. Parts of K
+    cost 3 us more: another operation that adds them.
     """
     blocks = -(-M // tiles.block_m) * (N // tiles.block_n) * tiles.splits
     num_bytes = tiles.block_k * (tiles.block_n * bits / 8 + tiles.block_m * x_bytes / 2)
