@@ -165,8 +165,9 @@ def kernel(*refs: Any, plan: Plan, **scratch: Any) -> None:
                 if "zero" in gmem:
                     zero = plgpu.load(gmem["zero"].at[outputs], layout=ROWS, optimized=False)
                 values = values * along(scale, shape, 0)
-                if total is not None:
-                    values = values + along(_shift(scale, zero, bits), shape, 0) * along(total, shape, 1)
+                shift = _shift(scale, zero, bits)
+                if total is not None and shift is not None:
+                    values = values + along(shift, shape, 0) * along(total, shape, 1)
         else:
 
             def step(i: Any, values: jax.Array) -> jax.Array:
