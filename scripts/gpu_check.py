@@ -21,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 # name: (seconds, seconds an item may take before its process is ended); the most valuable first
 SECTIONS = {
-    "roofs": (35, 30),
-    "numerics": (130, 45),
-    "decode": (60, 40),
-    "flash": (60, 40),
-    "quantized": (45, 40),
-    "engine": (100, 90),
-    "specs": (40, 30),
+    "roofs": (30, 25),
+    "numerics": (110, 40),
+    "decode": (50, 35),
+    "flash": (50, 35),
+    "quantized": (40, 35),
+    "engine": (150, 140),
+    "specs": (30, 25),
 }
 POLL = 0.2
 
