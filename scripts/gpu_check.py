@@ -160,7 +160,7 @@ def describe(result: dict[str, Any], bandwidth: float | None, peak: float) -> st
     parts = []
     if "ok" in result:
         state = "ok" if result["ok"] else "WRONG" if result["bit_equal"] else "NOT DETERMINISTIC or wrong"
-        parts.append(f"{state}, largest error {result['error']:.1e} of the largest value, against {result['against']}")
+        parts.append(f"{state}, differs by {result['difference']:.1e} of the largest value from {result['against']}")
     if "us" in result:
         parts.append(f"{result['us']:.1f} us ± {result['spread'] * 50:.0f} %")
     if "flops_per_s" in result:
@@ -169,7 +169,7 @@ def describe(result: dict[str, Any], bandwidth: float | None, peak: float) -> st
     if "bytes_per_s" in result:
         share = f" ({result['bytes_per_s'] / bandwidth:.0%} of the measured copy)" if bandwidth else ""
         parts.append(f"{result['bytes_per_s'] / 1e9:.0f} GB/s{share}")
-    known = {"ok", "error", "against", "bit_equal", "us", "spread", "runs", "flops_per_s", "bytes_per_s", "wall_s"}
+    known = {"ok", "difference", "against", "bit_equal", "us", "spread", "runs", "flops_per_s", "bytes_per_s", "wall_s"}
     parts += [f"{name} {value:.4g}" for name, value in result.items() if name not in known]
     return ", ".join(parts)
 

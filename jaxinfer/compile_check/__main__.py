@@ -39,10 +39,9 @@ def _check(plan_file: Path, dump: Path, steps: dict[str, Any], save: Any) -> Non
 
     plan = Plan.from_json(plan_file.read_text())
     device, n = plan.device, plan.num_devices
-    save(jax=jax.__version__, weight_bytes=weight_bytes_per_device(plan))
     mesh = abstract_mesh(device, n) if plan.lower_only else real_mesh(device, n)
     num_pages = fit_pages(plan)
-    save(num_pages=num_pages)
+    save(jax=jax.__version__, weight_bytes=weight_bytes_per_device(plan), num_pages=num_pages)
     all_steps = list(engine_steps(plan, mesh, num_pages))  # outside the mesh: flax would place parameters by its names
     with using(mesh):
         for step in all_steps:

@@ -41,7 +41,7 @@ def check(operation: str, spec: KernelSpec, implementation: str) -> dict[str, An
     against, wanted = _reference(operation, spec, arguments)
     error = max(_error(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True))
     same = all(bool(_equal(a, b)) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True))
-    return {"error": error, "ok": error <= TOLERANCE and same, "bit_equal": same, "against": against}
+    return {"difference": error, "ok": error <= TOLERANCE and same, "bit_equal": same, "against": against}
 
 
 def _reference(operation: str, spec: KernelSpec, arguments: Any) -> tuple[str, Any]:
