@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 
 def dispatch(
     operation: str,
@@ -35,3 +37,42 @@ def dispatch(
         except NotImplementedError as refusal:
             refusals.append(refusal)
     raise ExceptionGroup(f"{operation}: no implementation accepts these arguments", refusals)
+
+
+def explain(implementations: Mapping[str, Callable[..., Any]], *args: Any, **kwargs: Any) -> dict[str, str | None]:
+    """Returns what `dispatch` would find, without running anything: why each implementation declines, in order.
+
+    None is the entry of one that would take the arguments; the first of these is what `implementation=None` takes.
+
+    Args:
+        implementations: name -> function, fastest first.
+        *args: what the operation would be called with; arrays or their ShapeDtypeStructs.
+        **kwargs: likewise.
+    """
+    return {name: refusal(function, *args, **kwargs) for name, function in implementations.items()}
+
+
+def chosen(reasons: Mapping[str, str | None]) -> str | None:
+    """Returns the implementation that `dispatch` would take given what `explain` returned; None if all decline."""
+    return next((name for name, reason in reasons.items() if reason is None), None)
+
+
+def refusal(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
+    """Returns why `function` declines these arguments (its NotImplementedError), or None if it takes them.
+
+    Only traces it. Any other error is raised: it is a mistake in the arguments, or a bug, not a refusal.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def call(arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        merged = [next(rest) if array else leaf for leaf, array in zip(leaves, is_array)]
+        merged_args, merged_kwargs = jax.tree.unflatten(structure, merged)
+        return function(*merged_args, **merged_kwargs)
+
+    try:
+        jax.eval_shape(call, [leaf for leaf, array in zip(leaves, is_array) if array])
+    except NotImplementedError as reason:
+        return str(reason) or type(reason).__name__
+    return None

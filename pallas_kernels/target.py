@@ -53,6 +53,7 @@ def require_hopper(interpret: Any) -> None:
         raise NotImplementedError(
             f"mosaic_gpu needs a Hopper GPU (H100, H200: compute capability 9.0), this is {target}"
         )
+    _require_manual_axes("mosaic_gpu")
 
 
 def require_tpu(interpret: Any) -> None:
@@ -64,6 +65,15 @@ def require_tpu(interpret: Any) -> None:
     target = current_target()
     if not interpret and target.platform != "tpu":
         raise NotImplementedError(f"mosaic_tpu needs a TPU, this is {target}")
+    _require_manual_axes("mosaic_tpu")
+
+
+def _require_manual_axes(name: str) -> None:
+    """Declines a mesh that the compiler would have to split the kernel over: it cannot; inside shard_map it need not."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = {axis: mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes}
+    if split := {axis: size for axis, size in axes.items() if size > 1}:
+        raise NotImplementedError(f"{name} on a mesh of {split} must be called inside shard_map")
 
 
 def _capability(kind: str) -> float | None:

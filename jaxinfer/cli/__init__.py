@@ -7,6 +7,7 @@ import click
 
 from jaxinfer import __version__
 from jaxinfer.cli.chat import chat
+from jaxinfer.cli.compile_check import compile_check
 from jaxinfer.cli.info import info
 from jaxinfer.cli.options import Settings, debug_option
 from jaxinfer.cli.output import error
@@ -23,7 +24,7 @@ def app() -> None:
     """LLM inference in pure-functional JAX."""
 
 
-for command in (run, chat, pull, info):
+for command in (run, chat, pull, info, compile_check):
     app.add_command(debug_option(command))
 
 

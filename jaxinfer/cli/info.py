@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jaxinfer.cli.compile_check import TARGETS
 from jaxinfer.cli.options import find_model
 
 if TYPE_CHECKING:
@@ -14,16 +15,36 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", required=False)
 @click.option("--memory", help="Show how many tokens fit in so much memory beside the weights, such as 24GB.")
-def info(model: str, memory: str | None) -> None:
-    """Show shape, precision, context and memory of MODEL."""
-    budget = None if memory is None else _bytes(memory)
-    path = find_model(model)
-    from jaxinfer.description import describe
+@click.option("--kernels", is_flag=True, help="Show which kernels run on this machine, and why the others do not.")
+@click.option("--target", type=click.Choice(TARGETS), help="With --kernels: for this device instead of this machine's.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def info(model: str | None, memory: str | None, kernels: bool, target: str | None, as_json: bool) -> None:
+    """Show shape, precision, context and memory of MODEL, or with --kernels what runs on this machine."""
+    if target is not None and not kernels:
+        raise click.UsageError("--target says for which device --kernels answers; give both")
+    if memory is not None and model is None:
+        raise click.UsageError("--memory is counted beside a model's weights; give a MODEL")
+    if model is None and not kernels:
+        raise click.UsageError("give a MODEL, or --kernels")
+    if model is not None and kernels and as_json:
+        raise click.UsageError("--json prints one thing: the MODEL or --kernels")
+    if model is not None:
+        budget = None if memory is None else _bytes(memory)
+        path = find_model(model)
+        from jaxinfer.description import describe
 
-    for name, value in _rows(describe(path), budget):
-        click.echo(f"{name:20}{value}")
+        rows = _rows(describe(path), budget)
+        if as_json:
+            click.echo(json.dumps(dict(rows), indent=2))
+        else:
+            for name, value in rows:
+                click.echo(f"{name:20}{value}")
+    if kernels:
+        from jaxinfer.cli.kernels import show_kernels
+
+        show_kernels(target, as_json)
 
 
 def _rows(d: "Description", budget: int | None) -> list[tuple[str, str]]:

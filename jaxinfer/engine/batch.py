@@ -43,6 +43,15 @@ class BatchShape:
         shapes |= {"logits_indices": (S,), "num_samples": (S,)}
         return shapes | {f"sampling.{name}": (S,) for name in INT_FIELDS} | {"sampling.seeds": (S, 2)}
 
+    def abstract_inputs(self, vocab_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns what the step takes from the host: packed int32 and float32 arrays and the token mask."""
+        size = sum(math.prod(part) for part in self.ints().values())
+        return (
+            jax.ShapeDtypeStruct((size,), np.int32),
+            jax.ShapeDtypeStruct((len(FLOAT_FIELDS), self.num_rows), np.float32),
+            jax.ShapeDtypeStruct((self.num_rows, -(-vocab_size // 32)), np.uint32),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class StepBatch:

@@ -1,7 +1,6 @@
 """ModelRunner: owns parameters and device state, enqueues steps and reads their results."""
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,12 +16,11 @@ from jaxinfer.engine.batch import BatchShape, Buckets, build_batch
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import ScheduledStep
 from jaxinfer.engine.scoring import ScoredTokens, Scorer
-from jaxinfer.engine.step import EngineState, StepOutput, model_step
+from jaxinfer.engine.step import EngineState, StepOutput, jit_step
 from jaxinfer.model.decoder import Decoder
-from jaxinfer.model.kv_cache import KVCache
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.rows import build_row, needs_row
-from jaxinfer.sampling.state import init_state, install_row
+from jaxinfer.sampling.state import install_row
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +81,8 @@ class ModelRunner:
         self._warm = False
         self._masks: dict[int, jax.Array] = {}
         self._scorer = Scorer(decoder, params)
-        vocab_size = decoder.config.vocab_size
-        self.state = EngineState(
-            cache=KVCache.init(decoder.config, num_pages, config.page_size, decoder.dtype),
-            sampler=init_state(config.max_num_seqs, vocab_size, stop_token_ids),
-            last_tokens=jnp.zeros(config.max_num_seqs, jnp.int32),
-        )
-        self._step = jax.jit(functools.partial(model_step, decoder), static_argnums=(0, 1), donate_argnames=("state",))
+        self.state = EngineState.init(decoder, config.max_num_seqs, num_pages, config.page_size, stop_token_ids)
+        self._step = jit_step(decoder)
 
     def install(self, request: Request) -> None:
         """Gives a request's slot the sampler row that its parameters need; nothing to do for most requests."""
@@ -151,12 +144,8 @@ class ModelRunner:
         if shape in self._compiled:
             return self._compiled[shape]
         start = time.perf_counter()
-        size = sum(int(np.prod(part, dtype=np.int64)) for part in shape.ints().values())
-        ints = jax.ShapeDtypeStruct((size,), jnp.int32)
-        floats = jax.ShapeDtypeStruct((7, shape.num_rows), jnp.float32)
-        words = -(-self.decoder.config.vocab_size // 32)
-        mask = jax.ShapeDtypeStruct((shape.num_rows, words), jnp.uint32)
-        lowered = self._step.lower(shape, self.config.decode_steps, self.params, self.state, ints, floats, mask)
+        inputs = shape.abstract_inputs(self.decoder.config.vocab_size)
+        lowered = self._step.lower(shape, self.config.decode_steps, self.params, self.state, *inputs)
         self._compiled[shape] = compiled = lowered.compile()
         seconds = time.perf_counter() - start
         self.stats.num_compiled += 1

@@ -5,6 +5,9 @@ loop over rows of one token, feeding each sampled token back without the host.
 """
 
 import dataclasses
+import functools
+from collections.abc import Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,7 @@ from jaxinfer.model.kv_cache import KVCache
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.rows import ENDS_REQUEST
 from jaxinfer.sampling.sampler import SamplingRows, sample
-from jaxinfer.sampling.state import SamplerState
+from jaxinfer.sampling.state import SamplerState, init_state
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +32,17 @@ class EngineState:
     sampler: SamplerState
     last_tokens: jax.Array  # i32[R]  last sampled token of every slot
 
+    @classmethod
+    def init(
+        cls, decoder: Decoder, num_slots: int, num_pages: int, page_size: int, stop_token_ids: Collection[int]
+    ) -> "EngineState":
+        """Returns the state of an idle engine with R = `num_slots`; under `jax.eval_shape`, its shapes alone."""
+        return cls(
+            cache=KVCache.init(decoder.config, num_pages, page_size, decoder.dtype),
+            sampler=init_state(num_slots, decoder.config.vocab_size, stop_token_ids),
+            last_tokens=jnp.zeros(num_slots, jnp.int32),
+        )
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +53,16 @@ class StepOutput:
     hidden: jax.Array  # f[T, D] of a ragged step; f[steps, S, D] of decode steps
 
 
+def jit_step(decoder: Decoder) -> Any:
+    """Returns the jitted, donated step `(shape, max_steps, params, state, ints, floats, token_mask)` of a model."""
+    return jax.jit(functools.partial(model_step, decoder), static_argnums=(0, 1), donate_argnames=("state",))
+
+
 def model_step(
     decoder: Decoder, shape: BatchShape, max_steps: int, params: Params, state: EngineState, ints: jax.Array,
     floats: jax.Array, token_mask: jax.Array,
 ) -> tuple[EngineState, StepOutput]:  # fmt: skip
-    """Runs a packed batch; jitted with the first three arguments static and the state donated."""
+    """Runs a packed batch; `jit_step` says which arguments are static or donated."""
     batch = StepBatch.unpack(ints, floats, shape)
     if shape.is_decode:
         return decode_steps(decoder, params, state, batch, token_mask, max_steps)
