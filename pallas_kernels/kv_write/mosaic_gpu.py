@@ -54,17 +54,24 @@ def write_kv_mosaic_gpu(
     T, K, H = k.shape
     rows = min((tiles or choose_tiles(T, K)).block_tokens, T)
     k_format = RowFormat.of(k_pages, k, 0 if rope is None else rope[0].shape[1])
-    if rope is not None and not k_format.swizzle:
-        # Pieces of half a head that TMA cannot tile (H = 80): XLA rotates, and whole rows remain.
+    if rope is not None and k_format.refusal:  # in pieces of half a head, as for H = 80; whole heads may do
         k, rope = rotate(k, *rope), None
         k_format = RowFormat.of(k_pages, k, 0)
     formats = (k_format, RowFormat.of(v_pages, v, 0))
     for name, f in zip("kv", formats):
-        if not f.swizzle:
-            raise NotImplementedError(
-                f"mosaic_gpu: a row of {name} is stored in pieces of {f.piece * f.stored_dtype.itemsize} bytes; the copy "
-                "engine needs multiples of 32, in steps of 8 channels"
-            )
+        if f.refusal:
+            raise NotImplementedError(f"mosaic_gpu: {name} would be stored in {f.refusal}")
+
+    def load_rows(f, source, target, barrier):
+        if f.num_loads(rows) == 1:
+            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(0, rows)], barrier)
+            return
+
+        def load_row(row, _):
+            plgpu.copy_gmem_to_smem(source.at[pl.ds(row, 1)], target.at[pl.ds(row, 1), pl.ds(0, H)], barrier)
+            return _
+
+        lax.fori_loop(0, rows, load_row, None)
 
     def body(slots_gmem, tables_gmem, *both, slots, tables, ready, cases):
         block, head = lax.axis_index("block"), lax.axis_index("head")
@@ -75,8 +82,7 @@ def write_kv_mosaic_gpu(
         for source, target in zip(tables_gmem, tables):
             plgpu.copy_gmem_to_smem(source.at[window], target.at[pl.ds(0, rows)], ready[0])
         for (x_gmem, _), case, f, barrier in zip(both, cases, formats, ready):
-            target = case["stored"] if f.is_copy else case["x"]
-            plgpu.copy_gmem_to_smem(x_gmem.at[window, head], target.at[pl.ds(0, rows), pl.ds(0, H)], barrier)
+            load_rows(f, x_gmem.at[window, head], case["stored"] if f.is_copy else case["x"], barrier)
 
         for (_, pages), case, f, barrier in zip(both, cases, formats, ready):
             plgpu.barrier_wait(barrier)
@@ -108,7 +114,7 @@ def write_kv_mosaic_gpu(
     scratch = {
         "slots": plgpu.SMEM((num_slot_words,), jnp.int32),
         "tables": [plgpu.SMEM((REGISTER_ROWS, table.shape[1]), jnp.float32) for table in tables],
-        "ready": [plgpu.Barrier(num_arrivals=2 + len(tables)), plgpu.Barrier()],
+        "ready": [plgpu.Barrier(num_arrivals=n + f.num_loads(rows)) for n, f in zip((1 + len(tables), 0), formats)],
         "cases": [f.scratch() for f in formats],
     }
     num_bytes = sum(f.num_bytes for f in formats) + sum(REGISTER_ROWS * table.shape[1] * 4 for table in tables)

@@ -54,15 +54,31 @@ class RowFormat:
 
     @property
     def piece(self) -> int:
-        """Channels worked on at once: a divisor of the rotated half and of the planes of packed bytes."""
-        return math.gcd(self.width, self.half) if self.half else self.width
+        """Channels worked on at once: a divisor of the rotated half, of the planes of packed bytes, of the pitch."""
+        return math.gcd(self.width, self.pitch, self.half)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the kernel cannot store such rows, if it cannot."""
+        size = self.stored_dtype.itemsize
+        if self.width * size % 16:
+            return f"rows of {self.width * size} bytes; the copy engine moves multiples of 16"
+        if self.is_copy:
+            return None
+        if self.piece % 8:
+            return f"pieces of {self.piece} channels; registers hold multiples of 8"
+        if not self.swizzle and not hasattr(plgpu, "store"):
+            return f"pieces of {self.piece * size} bytes; jax before 0.12 cannot store them to shared memory"
+        return None
 
     @property
     def swizzle(self) -> int:
-        """Bytes of the shared-memory swizzle of stored rows; 0 if a piece has none (the kernel cannot store it)."""
-        if self.piece % 8 and not self.is_copy:
-            return 0  # registers hold columns in groups of 8
-        return next((s for s in (128, 64, 32) if self.piece * self.stored_dtype.itemsize % s == 0), 0)
+        """Bytes of the shared-memory swizzle of stored rows; 0 stores them plainly, with bank conflicts."""
+        size = self.stored_dtype.itemsize
+        if self.is_copy or self.pitch * size > (512 if size == 4 else 256):
+            return 0
+        sizes = (128, 64) if size == 1 else (128,)
+        return next((s for s in sizes if self.piece * size % s == 0), 0)
 
     @property
     def pitch(self) -> int:
@@ -81,12 +97,18 @@ class RowFormat:
         x = 0 if self.is_copy else self.H * self.dtype.itemsize
         return REGISTER_ROWS * (x + self.pitch * self.stored_dtype.itemsize + 4 * self.num_scales)
 
+    def num_loads(self, rows: int) -> int:
+        """Copies that load `rows` rows: one, unless they go to where whole lines part them."""
+        return rows if self.is_copy and self.pitch != self.width else 1
+
     def scratch(self) -> dict[str, Any]:
         """Returns the shared memory of one tile: `x` as it came, `stored` and `scales` as they are to be written."""
-        size = self.stored_dtype.itemsize
         # One row is one tile high, so that a TMA copy can take any row; the swizzle, a function of the address, keeps
         # eight rows of registers free of bank conflicts when they are stored.
-        transforms = (plgpu.TilingTransform((1, self.swizzle // size)), plgpu.SwizzleTransform(self.swizzle))
+        transforms = ()
+        if self.swizzle:
+            tile = (1, self.swizzle // self.stored_dtype.itemsize)
+            transforms = (plgpu.TilingTransform(tile), plgpu.SwizzleTransform(self.swizzle))
         stored = plgpu.SMEM((REGISTER_ROWS, self.pitch), self.stored_dtype, transforms=transforms)
         scales = [plgpu.SMEM((REGISTER_ROWS,), jnp.float32) for _ in range(self.num_scales)]
         x = {} if self.is_copy else {"x": plgpu.SMEM((REGISTER_ROWS, self.H), self.dtype)}
@@ -112,7 +134,7 @@ def encode_tile(f: RowFormat, case: dict[str, Any], tables: Any) -> None:
     stored = case["stored"]
     if f.bits is None:
         for i, x in enumerate(pieces):
-            stored[:, pl.ds(i * w, w)] = x.astype(f.stored_dtype)
+            _store(f, stored, i, x)
     elif f.bits == 8:
         limit = FLOAT8_MAX if f.stored_dtype == FLOAT8 else 127.0
         highest = _reduce(jnp.maximum, [jnp.max(jnp.abs(x), axis=1) for x in pieces])
@@ -120,7 +142,7 @@ def encode_tile(f: RowFormat, case: dict[str, Any], tables: Any) -> None:
         case["scales"][0][...] = scale
         for i, x in enumerate(pieces):
             x = x / _columns(scale, w)
-            stored[:, pl.ds(i * w, w)] = (x if f.stored_dtype == FLOAT8 else jnp.round(x)).astype(f.stored_dtype)
+            _store(f, stored, i, x if f.stored_dtype == FLOAT8 else jnp.round(x))
     else:
         _pack(f, case, pieces)
 
@@ -144,7 +166,16 @@ def _pack(f: RowFormat, case: dict[str, Any], pieces: list[jax.Array]) -> None:
             code = jnp.minimum(jnp.maximum(code, np.float32(0)), np.float32(top)).astype(jnp.int32)
             code = code * np.int32(1 << (plane * f.bits))
             packed = code if packed is None else packed | code
-        case["stored"][:, pl.ds(i * w, w)] = packed.astype(jnp.uint8)
+        _store(f, case["stored"], i, packed)
+
+
+def _store(f: RowFormat, ref: Any, i: int, x: jax.Array | None) -> None:
+    assert x is not None
+    target = ref.at[:, pl.ds(i * f.piece, f.piece)]
+    if f.swizzle:
+        target[...] = x.astype(f.stored_dtype)
+    else:
+        plgpu.store(target, x.astype(f.stored_dtype), optimized=False)
 
 
 def _columns(x: jax.Array, w: int) -> jax.Array:
