@@ -116,7 +116,7 @@ def _check_pages(name: str, pages: Pages) -> None:
         return
     if pages.axis != "token":
         raise ValueError(
-            f'{name} have one scale per {pages.axis}: such a page must be quantized as a whole, when it is full (see '
+            f"{name} have one scale per {pages.axis}: such a page must be quantized as a whole, when it is full (see "
             'write_full_pages); only pages of axis "token" can be written token by token'
         )
     if (pages.zero is None) != (pages.bits == 8):

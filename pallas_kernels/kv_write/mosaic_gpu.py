@@ -1,6 +1,5 @@
 """The KV write for Hopper: rotation, quantization and the writes of K and V in one launch."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -63,7 +62,7 @@ def write_kv_mosaic_gpu(
             raise NotImplementedError(f"mosaic_gpu: {name} would be stored in {f.refusal}")
 
     def load_rows(f, source, target, barrier):
-        if f.num_loads(rows) == 1:
+        if not f.is_loaded_by_row:
             plgpu.copy_gmem_to_smem(source, target.at[pl.ds(0, rows)], barrier)
             return
 
@@ -122,7 +121,9 @@ def write_kv_mosaic_gpu(
         raise NotImplementedError(
             f"mosaic_gpu: heads of {H} channels need {num_bytes} bytes of shared memory, more than {SMEM_LIMIT}"
         )
-    refs = [[jax.new_ref(x.reshape(K * num_slots, *x.shape[3:])) for x in jax.tree.leaves(p)] for p in (k_pages, v_pages)]
+    refs = [
+        [jax.new_ref(x.reshape(K * num_slots, *x.shape[3:])) for x in jax.tree.leaves(p)] for p in (k_pages, v_pages)
+    ]
     plgpu.kernel(
         body,
         out_type=(),

@@ -97,9 +97,14 @@ class RowFormat:
         x = 0 if self.is_copy else self.H * self.dtype.itemsize
         return REGISTER_ROWS * (x + self.pitch * self.stored_dtype.itemsize + 4 * self.num_scales)
 
+    @property
+    def is_loaded_by_row(self) -> bool:
+        """Whether a row is loaded by itself, as the lines where it goes have room between them."""
+        return self.is_copy and self.pitch != self.width
+
     def num_loads(self, rows: int) -> int:
-        """Copies that load `rows` rows: one, unless they go to where whole lines part them."""
-        return rows if self.is_copy and self.pitch != self.width else 1
+        """Copies that load `rows` rows."""
+        return rows if self.is_loaded_by_row else 1
 
     def scratch(self) -> dict[str, Any]:
         """Returns the shared memory of one tile: `x` as it came, `stored` and `scales` as they are to be written."""

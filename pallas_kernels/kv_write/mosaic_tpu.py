@@ -46,9 +46,7 @@ def write_kv_mosaic_tpu(
     encoded = [encode(pages, new) for pages, new in zip(both, (k, v))]
     leaves = [jax.tree.leaves(pages) for pages in both]
     new_leaves = [jax.tree.leaves(x) for x in encoded]
-    data = _merge(
-        [_as_signed(x[0]) for x in leaves], [_as_signed(x[0]) for x in new_leaves], slot_mapping, interpret
-    )
+    data = _merge([_as_signed(x[0]) for x in leaves], [_as_signed(x[0]) for x in new_leaves], slot_mapping, interpret)
     results = []
     for pages, stored, old, new in zip(both, data, leaves, new_leaves):
         scales = [scatter(a, b, slot_mapping) for a, b in zip(old[1:], new[1:])]

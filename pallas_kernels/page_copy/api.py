@@ -67,9 +67,7 @@ def copy_pages(
     _check_pages(pages)
     if source.ndim != 1 or source.shape != destination.shape:
         raise ValueError(f"source and destination must have shape [C], got {source.shape} and {destination.shape}")
-    return dispatch(
-        "copy_pages", COPY_IMPLEMENTATIONS, implementation, pages, source, destination, disjoint=disjoint
-    )
+    return dispatch("copy_pages", COPY_IMPLEMENTATIONS, implementation, pages, source, destination, disjoint=disjoint)
 
 
 def gather_pages(pages: Any, source: Int[Array, " C"], *, implementation: str | None = None) -> Any:
@@ -83,9 +81,7 @@ def gather_pages(pages: Any, source: Int[Array, " C"], *, implementation: str | 
     return dispatch("gather_pages", GATHER_IMPLEMENTATIONS, implementation, pages, source)
 
 
-def scatter_pages(
-    pages: Any, staged: Any, destination: Int[Array, " C"], *, implementation: str | None = None
-) -> Any:
+def scatter_pages(pages: Any, staged: Any, destination: Int[Array, " C"], *, implementation: str | None = None) -> Any:
     """Returns `pages` in which page `destination[i]` is `staged[:, i]`; in place when `pages` is donated.
 
     Args:

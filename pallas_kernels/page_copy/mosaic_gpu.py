@@ -58,9 +58,7 @@ def gather_pages_mosaic_gpu(pages: Any, source: Int[Array, " C"], *, interpret: 
     return jax.tree.unflatten(structure, [jax.freeze(ref).reshape(x.shape) for ref, x in zip(refs, staged)])
 
 
-def scatter_pages_mosaic_gpu(
-    pages: Any, staged: Any, destination: Int[Array, " C"], *, interpret: Any = False
-) -> Any:
+def scatter_pages_mosaic_gpu(pages: Any, staged: Any, destination: Int[Array, " C"], *, interpret: Any = False) -> Any:
     """See `scatter_pages` and `copy_pages_mosaic_gpu`."""
     require_hopper(interpret)
     leaves, structure = jax.tree.flatten(pages)

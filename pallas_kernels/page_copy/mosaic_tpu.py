@@ -54,9 +54,7 @@ def gather_pages_mosaic_tpu(pages: Any, source: Int[Array, " C"], *, interpret: 
     return _join(structure, leaves, moved, gather_pages_reference(small, source))
 
 
-def scatter_pages_mosaic_tpu(
-    pages: Any, staged: Any, destination: Int[Array, " C"], *, interpret: Any = False
-) -> Any:
+def scatter_pages_mosaic_tpu(pages: Any, staged: Any, destination: Int[Array, " C"], *, interpret: Any = False) -> Any:
     """See `scatter_pages` and `copy_pages_mosaic_tpu`."""
     require_tpu(interpret)
     leaves, structure = jax.tree.flatten(pages)
