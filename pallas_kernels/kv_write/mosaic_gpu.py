@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.kv_write.mosaic_gpu_encode import RowFormat, encode_tile
 from pallas_kernels.kv_write.reference import rotate
 from pallas_kernels.kv_write.tiles import REGISTER_ROWS, TileConfig, choose_tiles
-from pallas_kernels.pages import Pages, QuantizedPages
+from pallas_kernels.pages import Pages
 from pallas_kernels.target import require_hopper
 
 SMEM_LIMIT = 227 * 1024

@@ -17,7 +17,7 @@ class TileConfig:
 
 
 def choose_tiles(rows: int, row_bytes: int) -> TileConfig:
-    """Returns the fewest parts of equal size that fit a stage and a TMA box (256 rows), and the arrays that fit a block.
+    """Returns the fewest parts of equal size that fit a stage and a TMA box (256 rows), and the arrays of a block.
 
     The figures are the usual ones (Little's law: 4.8 TB/s times 1 us is 36 KiB an SM on its way), not measured.
     """
