@@ -46,9 +46,10 @@ class Attention(nn.Module):
             q = RMSNorm(c.rms_norm_eps, self.dtype, "head_dim", name="q_norm")(q)
             k = RMSNorm(c.rms_norm_eps, self.dtype, "head_dim", name="k_norm")(k)
         if self.use_rope:
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        k_pages = write_kv(k_pages, k, batch.slot_mapping)
-        v_pages = write_kv(v_pages, v, batch.slot_mapping)
+            q = apply_rope(q, *rope)
+        k_pages, v_pages = write_kv(
+            k_pages, v_pages, k, v, batch.slot_mapping, rope=rope if self.use_rope else None
+        )  # fmt: skip
         out = ragged_paged_attention(
             q, k_pages, v_pages, batch.page_indices, batch.kv_lens, batch.cu_q_lens, batch.num_decode_rows,
             scale=c.head_dim**-0.5, sliding_window=self.window, schedule=schedule,

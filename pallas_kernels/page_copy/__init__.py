@@ -1,0 +1,1 @@
+"""Copies of whole cache pages: forks of sequences and swaps to the host."""
