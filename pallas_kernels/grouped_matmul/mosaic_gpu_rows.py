@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel under `grouped_matmul` and `lora_matmul`: tiles of sorted rows times the matrix of their group."""
+"""The Mosaic GPU kernel under `grouped_matmul` and `lora_matmul`: sorted rows times the matrix of their group."""
 
 from typing import Any
 
@@ -28,12 +28,12 @@ def grouped_rows(
     base: Float[Array, "out_rows N"] | None = None,
     interpret: Any = False,
 ) -> Float[Array, "splits out_rows N"]:
-    """Returns `base[row_of[r]] + x[r] @ weights[g].T` in row `row_of[r]`, for the rows r of each item (g = G: no product).
+    """Returns `base[row_of[r]] + x[r] @ weights[g].T` in row `row_of[r]`, for the rows r of each item.
 
-    Rows of the output that no item reaches are undefined. One block of threads an SM walks over units (an item, a
-    tile of N, a part of K); a warpgroup fills rings of shared memory by TMA, running ahead over the ends of units, and
-    one or two others multiply (warp specialization as in FlashAttention-3 and CUTLASS). Rows of a tile beyond the
-    item's are computed and not stored; they cost nothing but tensor time.
+    Items of g = G have no product. Rows of the output that no item reaches are undefined. One block of threads an SM
+    walks over units (an item, a tile of N, a part of K); one warpgroup fills rings of shared memory by TMA, running
+    ahead over the ends of units, and one or two others multiply (warp specialization as in FlashAttention-3 and
+    CUTLASS). Rows of a tile beyond the item's are computed and not stored; they cost nothing but tensor time.
 
     Args:
         x: rows sorted by group, padded to a multiple of `tiles.block_rows`.
@@ -71,7 +71,7 @@ def grouped_rows(
         my_units = lax.div(units - program + (t.programs - 1), t.programs)
 
         def unit(step: jax.Array) -> tuple[jax.Array, ...]:
-            """Returns item fields and offsets of unit `step` of this program: items first, so that weights stay in L2."""
+            """Returns what unit `step` of this program is; all items of a tile of weights come first, for L2."""
             index = program + step * t.programs
             item, rest = lax.rem(index, num_items), lax.div(index, num_items)
             group = items_gmem[item, GROUP]
@@ -147,7 +147,7 @@ def grouped_rows(
             at_cols = pl.ds(first_col, my_cols)
 
             def multiply(step: jax.Array, done: jax.Array) -> jax.Array:
-                group, block, start, end, col, split, steps = unit(step)
+                _, block, start, end, col, split, steps = unit(step)
                 io = lax.rem(step, io_slots)
 
                 def product(acc: Any) -> jax.Array:

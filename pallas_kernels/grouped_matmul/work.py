@@ -1,6 +1,5 @@
 """The work list of a grouped product: which rows of which group a tile of rows holds."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int

@@ -70,7 +70,8 @@ def _check(
 ) -> None:  # fmt: skip
     if x.ndim != 2 or a.ndim != 3 or b.ndim != 3:
         raise ValueError(
-            f"x, a and b must have shapes [T, D_in], [A, R, D_in] and [A, D_out, R], got {x.shape}, {a.shape}, {b.shape}"
+            "x, a and b must have shapes [T, D_in], [A, R, D_in] and [A, D_out, R], got "
+            f"{x.shape}, {a.shape} and {b.shape}"
         )
     wanted = {
         "a": (a, (*a.shape[:2], x.shape[1])),
