@@ -30,7 +30,9 @@ def choose_tiles(num_tokens: int, num_adapters: int, rank: int, d_in: int, d_out
     if rank % 16 or rank > 256:
         raise NotImplementedError(f"mosaic_gpu needs a rank that is a multiple of 16 up to 256 (pad it), got {rank}")
     rows = power_of_two(rank, 8, most)
-    block_k = largest_divisor(d_in, (256, 128, 64, 32, 16))
+    # Long steps, so that few barriers are waited for, as long as three fit.
+    steps = tuple(k for k in (256, 128, 64, 32, 16) if stages_that_fit(64, rank, k, 2, 4) >= 3)
+    block_k = largest_divisor(d_in, steps)
     splits = 1
     items = max_items(num_tokens, num_adapters, rows)
     while splits < 16 and items * splits < SMS and d_in % (2 * splits * block_k) == 0:

@@ -23,32 +23,31 @@ WIDE = LoraTileConfig(
 )
 
 
-def run(args, kwargs, tiles, detect_races=False):
+def run(args, kwargs, tiles, detect_races=False, times=1):
     with interpreted(detect_races) as interpret:
-        f = functools.partial(lora_matmul_mosaic_gpu, tiles=tiles, interpret=interpret)
-        return jax.block_until_ready(jax.jit(f)(*args, **kwargs))
+        f = jax.jit(functools.partial(lora_matmul_mosaic_gpu, tiles=tiles, interpret=interpret))
+        return [jax.block_until_ready(f(*args, **kwargs)) for _ in range(times)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_matches_the_exact_result(case):
+SLOW = [pytest.param(case, SMALL, marks=pytest.mark.slow, id=str(case)) for case in CASES]
+OTHER = [pytest.param(CASES[2], SMALL, id="each_its_own"), pytest.param(CASES[8], WIDE, id="neither, wide")]
+
+
+@pytest.mark.parametrize(("case", "tiles"), [*OTHER, *SLOW])
+def test_matches_the_exact_result(case, tiles):
     args, kwargs, expected = make(case, jnp.bfloat16)
-    check(run(args, kwargs, SMALL), case, expected, kwargs, jnp.bfloat16)
+    check(*run(args, kwargs, tiles), case, expected, kwargs, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("case", [CASES[4], CASES[8]], ids=str)
-def test_other_tiles(case):
-    args, kwargs, expected = make(case, jnp.bfloat16)
-    check(run(args, kwargs, WIDE), case, expected, kwargs, jnp.bfloat16)
+@pytest.mark.parametrize("tiles", [SMALL, pytest.param(WIDE, marks=pytest.mark.slow)], ids=["small", "wide"])
+def test_a_mixture_without_races_twice_equal_to_the_bit(tiles):
+    args, kwargs, expected = make(CASES[4], jnp.bfloat16)
+    first, second = run(args, kwargs, tiles, detect_races=True, times=2)
+    check(first, CASES[4], expected, kwargs, jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(first, np.float32), np.asarray(second, np.float32))
 
 
-def test_no_races_and_a_second_run_is_equal_to_the_bit():
-    args, kwargs, _ = make(CASES[4], jnp.bfloat16)
-    first, second = (np.asarray(run(args, kwargs, SMALL, races), np.float32) for races in (True, False))
-    np.testing.assert_array_equal(first, second)
-
-
-@pytest.mark.parametrize(("tokens", "rank"), [(1, 16), (256, 64), (4096, 128)])
-@pytest.mark.parametrize("has_base", [True, False])
+@pytest.mark.parametrize(("tokens", "rank", "has_base"), [(1, 16, True), (256, 64, False), (4096, 128, True)])
 def test_lowers_for_h200(tokens, rank, has_base):
     shapes = [(tokens, 4096), (64, rank, 4096), (64, 14336, rank)]
     x, a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
