@@ -33,7 +33,7 @@ def lora_matmul_mosaic_gpu(
     FLOPs 2 * T * R * (D_in + D_out). Bytes, at least: itemsize * (T * (D_in + 2 * D_out) + U * R * (D_in + D_out)) for
     U adapters in use; the sorting of x adds 2 * T * D_in * itemsize, the parts of h 8 * splits * T * R.
 
-    Shared memory at D 4096, R 64: shrink 3 steps of 64 KiB and 32 KiB of f32 results, expand 3 steps of 40 KiB and two
+    Shared memory at D 4096, R 64: shrink 3 steps of 64 KiB and 32 KiB of f32 results, expand 4 steps of 40 KiB and two
     of 32 KiB for base and result; one block an SM.
 
     Expected on an H200, not measured on hardware: bound by bandwidth everywhere (2 * R FLOPs a byte of x). Decode with

@@ -25,9 +25,9 @@ def lora_matmul_mosaic_tpu(
     """See `lora_matmul`. Two grouped products over tokens sorted by adapter (`grouped_rows_tpu`), unsorted by XLA.
 
     FLOPs 2 * R * (D_in + D_out) for each row of each tile. Bytes: the adapters once a tile, x, base and the result
-    three times each, since XLA sorts and unsorts. A matrix with a last dimension below 128 is padded to it in HBM, so b
-    takes 128 / R times its size there: keep R at 128, or expect the decode case to be bound by that. Not measured on
-    hardware.
+    three times each, since XLA sorts and unsorts. A kernel wants a last dimension below 128 padded to it, so that XLA
+    first copies all of b, used or not, to 128 / R times its size (compiled for v5e at A = 64, D_out = 14336, R = 64:
+    235 MB of temporary memory): keep b at R = 128 on TPU. Not measured on hardware.
 
     Raises:
         NotImplementedError: not a TPU.
