@@ -1,0 +1,1 @@
+"""Rows sorted by group, each times the matrix of its group (mixture of experts)."""
