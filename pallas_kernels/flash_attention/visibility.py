@@ -79,6 +79,12 @@ class Visibility:
         return result
 
     @property
+    def num_pairs(self) -> int:
+        """Number of visible (query, key) pairs."""
+        ranges = (self.keys_of(t, t) for t in range(self.num_q))
+        return sum(max(0, end - start) for start, end in ranges)
+
+    @property
     def some_queries_see_nothing(self) -> bool:
         """Whether position alone leaves queries without keys: the first T - S of a causal call."""
         return self.causal and self.offset < 0

@@ -53,7 +53,7 @@ def flash_attention_xla(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Returns (out, lse); see `flash_attention`. `tiles` is (block_q, block_k); `interpret` does not matter."""
     del interpret
-    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    (_, T, N, H), (S, K) = q.shape, k.shape[1:3]
     block_q, block_k = _tiles(tiles, T, S)
     visibility = Visibility(T, S, causal, sliding_window)
     out_dtype = q.dtype if q_scale is None else jnp.bfloat16
@@ -120,7 +120,7 @@ def flash_attention_backward_xla(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """Returns (dq, dk, dv)."""
     del interpret
-    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    (T, N), (S, K) = q.shape[1:3], k.shape[1:3]
     block_q, block_k = _tiles(tiles, T, S)
     visibility = Visibility(T, S, causal, sliding_window)
     segments = _Segments(q_segment_ids, kv_segment_ids, N // K, block_q, block_k)
