@@ -1,14 +1,14 @@
 """Flash attention on TPU, backward.
 
-Why not the kernels that JAX 0.12 ships in `jax.experimental.pallas.ops.tpu`. `flash_attention` has neither GQA (K must
-equal N), windows, soft caps nor other lengths than multiples of its blocks, and gives no lse. `splash_attention` has
-GQA, windows, soft caps and segment ids, with gradients, but (read in 0.12.0.1)
-  - with `save_residuals=True`, which returns lse, its gradient raises "Higher-order AD not supported": no lse in
-    training, nor a gradient through it;
-  - its mask value is finite, so a query that sees nothing averages v over the keys of the blocks it visits instead
-    of returning 0 and -inf;
-  - lengths must be multiples of its blocks;
-  - the mask is an object that is worked through on the host for every shape.
+Why not the kernels that JAX ships in `jax.experimental.pallas.ops.tpu` (read, compiled for v5e and tried in 0.12.0.1).
+`flash_attention` has neither GQA (K must equal N), windows, soft caps nor lengths off its blocks, and gives no lse.
+`splash_attention` has GQA, windows, soft caps, segment ids and gradients, and compiles for v5e at H = 64, 128, 256, but
+  - with `save_residuals=True`, which returns lse, its gradient raises "Higher-order AD not supported": neither
+    training beside lse nor a gradient through it;
+  - a query that sees nothing (T = 256, S = 128, causal) gets NaN, where 0 and -inf are meant;
+  - a length of 1000 is refused: "q_block_size=128 should divide q_seq_len=1000";
+  - the mask is an object worked through on the host for every shape: 3.3 s for 32 heads at 16k here, where
+    tracing and lowering these kernels takes 0.1-0.5 s.
 """
 
 import functools
@@ -25,6 +25,7 @@ from pallas_kernels.flash_attention.mosaic_tpu_blocks import (
     Segments,
     TpuTiles,
     choose_tiles,
+    cost,
     dot_nn,
     dot_nt,
     for_visible_block,
@@ -84,14 +85,15 @@ def flash_attention_backward_mosaic_tpu(
         segment_specs = segments.specs(tiles, N // K, q_index, k_index)
         return [*segment_specs, row_block, row_block, row_vector, row_vector, keys, keys]
 
-    def call(kernel: Any, blocks: int, steps: int, in_specs: Any, out_specs: Any, out_shape: Any, *more: Any) -> Any:
+    def call(kernel: Any, ranges: Any, products: int, in_specs: Any, out_specs: Any, out_shape: Any, *more: Any) -> Any:
+        steps = max(1, *(end - start for start, end in ranges))
         return pl.pallas_call(
             functools.partial(
                 kernel, batch=B, steps=steps, has_segments=bool(segments.arrays), visibility=visibility, tiles=tiles,
                 scale=scale, soft_cap=soft_cap,
             ),
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=len(segments.scalars), grid=(B, K, blocks, steps), in_specs=in_specs,
+                num_scalar_prefetch=len(segments.scalars), grid=(B, K, len(ranges), steps), in_specs=in_specs,
                 out_specs=out_specs,
                 scratch_shapes=[pltpu.VMEM(spec.block_shape[-2:], jnp.float32) for spec in out_specs],
             ),
@@ -99,16 +101,16 @@ def flash_attention_backward_mosaic_tpu(
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
             ),
+            cost_estimate=cost(sum(max(0, end - start) for start, end in ranges), tiles, products, q, k),
             interpret=interpret,
             name=f"flash_attention_backward{kernel.__name__}",
         )(*inputs, *more)  # fmt: skip
 
     # dk and dv: for each key block, the query blocks that see it.
     ranges = [visibility.query_blocks(j, tiles.block_q, tiles.block_k) for j in range(num_k_blocks)]
-    steps = max(1, *(end - start for start, end in ranges))
     keys = pl.BlockSpec((None, None, tiles.block_k, H), lambda b, h, j, step, *_: (b, h, j, 0))
     dk, dv = call(
-        _dkv, num_k_blocks, steps,
+        _dkv, ranges, 4,
         input_specs(lambda j, step: _clamped(visibility.query_blocks(j, tiles.block_q, tiles.block_k), step),
                     lambda j, step: j),
         [keys, keys], [jax.ShapeDtypeStruct(k_blocks.shape, k.dtype)] * 2,
@@ -119,10 +121,9 @@ def flash_attention_backward_mosaic_tpu(
         return _clamped(visibility.key_blocks(i, tiles.block_q, tiles.block_k), step)
 
     ranges = [visibility.key_blocks(i, tiles.block_q, tiles.block_k) for i in range(num_q_blocks)]
-    steps = max(1, *(end - start for start, end in ranges))
     transposed = pl.BlockSpec((None, None, H, tiles.block_k), lambda b, h, i, step, *_: (b, h, 0, key_block(i, step)))
     (dq,) = call(
-        _dq, num_q_blocks, steps, [*input_specs(lambda i, step: i, key_block), transposed],
+        _dq, ranges, 3, [*input_specs(lambda i, step: i, key_block), transposed],
         [pl.BlockSpec((None, None, None, H, rows), lambda b, h, i, step, *_: (i, b, h, 0, 0))],
         [jax.ShapeDtypeStruct((num_q_blocks, B, K, H, rows), q.dtype)], k_blocks.swapaxes(2, 3),
     )  # fmt: skip

@@ -42,6 +42,22 @@ def choose_tiles(num_q: int, num_k: int, group: int) -> TpuTiles:
     return TpuTiles(block_q, min(512, pl.cdiv(num_k, LANES) * LANES))
 
 
+def cost(pairs_of_blocks: int, tiles: TpuTiles, products: int, q: jax.Array, k: jax.Array) -> pl.CostEstimate:
+    """Returns what XLA should expect of a kernel that does so many products [rows, block_k, H] for a pair of blocks.
+
+    Args:
+        pairs_of_blocks: visible pairs of a query block and a key block, for one batch row and KV head.
+        tiles: of the kernel.
+        products: matrix products for each pair.
+        q: queries [B, T, N, H]; two or more arrays of this size are moved once.
+        k: keys [B, S, K, H]; two blocks are moved for each pair.
+    """
+    (B, _, N, H), K = q.shape, k.shape[2]
+    scores = pairs_of_blocks * B * N * tiles.block_q * tiles.block_k
+    moved = (products * q.size + 2 * pairs_of_blocks * B * K * tiles.block_k * H) * q.dtype.itemsize
+    return pl.CostEstimate(flops=2 * products * scores * H, bytes_accessed=moved, transcendentals=scores)
+
+
 class Segments:
     """Segment ids laid out for the kernels, with the least and largest id of each block in scalar memory."""
 

@@ -15,6 +15,7 @@ from pallas_kernels.flash_attention.mosaic_tpu_blocks import (
     Segments,
     TpuTiles,
     choose_tiles,
+    cost,
     dot_nn,
     for_visible_block,
     mask_scores,
@@ -112,6 +113,7 @@ def flash_attention_mosaic_tpu(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
         ),
+        cost_estimate=cost(sum(max(0, end - start) for start, end in ranges), tiles, 2, q, k),
         interpret=interpret,
         name="flash_attention_forward",
     )(

@@ -56,6 +56,7 @@ def flash_attention_reference(
     m = jax.lax.stop_gradient(jnp.where(sees_any, m, 0.0))
     e = jnp.where(mask, jnp.exp(jnp.where(mask, scores - m[..., None], 0.0)), 0.0)
     l = jnp.where(sees_any, jnp.sum(e, axis=-1), 1.0)
-    out = jnp.einsum("bkgts,bskh->btkgh", e / l[..., None], v, precision="highest").reshape(B, T, N, H)
+    out = jnp.einsum("bkgts,bskh->bkgth", e / l[..., None], v, precision="highest")
+    out = jnp.where(sees_any[..., None], out, 0.0).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
     lse = jnp.where(sees_any, m + jnp.log(l), -jnp.inf).reshape(B, N, T)
     return out.astype(dtype), lse

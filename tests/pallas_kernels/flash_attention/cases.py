@@ -6,6 +6,7 @@ with `poison` they hold NaN, which may reach nothing.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ class Case:
     segments: tuple[tuple[int, int], ...] | None = None  # (queries, keys) of each, in order; the rest is padding
     shuffled: bool = False  # segment ids in no order
     poison: bool = True
+    looser: float = 1.0  # factor on the tolerance: exp(s) has the relative error eps * |s|
 
     @property
     def options(self):
@@ -69,7 +71,7 @@ CASES = {
         200, 264, num_heads=6, num_kv_heads=2, segments=((100, 150), (80, 90)), sliding_window=60, soft_cap=2.0,
         scale=0.5, batch=2,
     ),
-    "large_scores": Case(130, 130, scale=20.0),
+    "large_scores": Case(130, 130, scale=20.0, looser=10.0),  # exp(score) overflows
     "mqa": Case(130, 130, num_heads=8, num_kv_heads=1),
     "head_dim_64": Case(70, 70, head_dim=64),
     "head_dim_80": Case(70, 70, head_dim=80),
@@ -194,7 +196,7 @@ def check(arrays, results, wanted=None):
 
     Gradients are sums of many terms that were rounded: their tolerance is relative to the largest entry.
     """
-    tolerance = TOLERANCE[arrays.dtype]
+    tolerance = TOLERANCE[arrays.dtype] * arrays.case.looser
     wanted = expected(arrays) if wanted is None else wanted
     for name, result, want in zip(("out", "lse", "dq", "dk", "dv"), results, wanted):
         result = np.asarray(result, np.float64)
@@ -212,27 +214,40 @@ def _segment_ids(rng, lengths, size, batch, padding, shuffled):
     return np.stack([np.roll(ids, 7 * b) for b in range(batch)])
 
 
-def run(attend, arrays):
-    """Returns (out, lse, dq, dk, dv) of an entry of `IMPLEMENTATIONS` or of `flash_attention`; float8: no gradients."""
+def compiled(attend, arrays):
+    """Returns a function of nothing that gives (out, lse, dq, dk, dv); float8: (out, lse).
+
+    Args:
+        attend: `flash_attention` with an implementation, or an entry of `IMPLEMENTATIONS`.
+        arrays: the case.
+    """
     options = {**arrays.case.options, "return_lse": True}
 
-    @jax.jit
     def forward(q, k, v, segments, scales):
         return attend(q, k, v, **segments, **scales, **options)
 
-    @jax.jit
     def both(q, k, v, segments, d_out, d_lse):
         result, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, **segments, **options), q, k, v)
         return *result, *pull_back((d_out, d_lse))
 
+    function, arguments = both, (arrays.q, arrays.k, arrays.v, arrays.segments, arrays.d_out, arrays.d_lse)
     if arrays.dtype == "float8":
-        return forward(arrays.q, arrays.k, arrays.v, arrays.segments, arrays.scales)
-    return both(arrays.q, arrays.k, arrays.v, arrays.segments, arrays.d_out, arrays.d_lse)
+        function, arguments = forward, (arrays.q, arrays.k, arrays.v, arrays.segments, arrays.scales)
+    # Tiny cases compile longer than they run.
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    on_cpu = jax.default_backend() == "cpu"
+    return functools.partial(jax.jit(function, compiler_options=quick if on_cpu else None), *arguments)
+
+
+def run(attend, arrays):
+    """Returns (out, lse, dq, dk, dv); float8: (out, lse)."""
+    return compiled(attend, arrays)()
 
 
 def check_twice(attend, arrays):
     """Checks an implementation against the oracle, and that a second run gives the same bits."""
-    first, second = run(attend, arrays), run(attend, arrays)
+    function = compiled(attend, arrays)
+    first, second = function(), function()
     check(arrays, first)
     for a, b in zip(first, second):
         np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
