@@ -97,8 +97,7 @@ def ever_seen(
     start, _ = visibility.keys_of(0, 0)
     seen = None if start == 0 else jnp.arange(visibility.num_k, dtype=jnp.int32)[None] >= start
     if q_segment_ids is not None and kv_segment_ids is not None:
-        # Comparing all with all fuses into one reduction, where a sort would be slow on a TPU and to compile.
-        present = jnp.any(kv_segment_ids[:, :, None] == q_segment_ids[:, None, :], axis=2)
+        present = jax.vmap(_is_in)(kv_segment_ids, q_segment_ids)
         seen = present if seen is None else seen & present
     return seen
 
@@ -106,6 +105,13 @@ def ever_seen(
 def blank_unseen_keys(x: Float[Array, "B S K H"], seen: jax.Array | None) -> Float[Array, "B S K H"]:
     """Returns `x` with zeros for the keys that are not `seen`: a weight of 0 times NaN would be NaN."""
     return x if seen is None else jnp.where(seen[:, :, None, None], x, jnp.zeros_like(x))
+
+
+def _is_in(x: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns whether each of `x` is among `values`; comparing all with all would take memory O(T * S) on a CPU."""
+    values = jnp.sort(values)
+    index = jnp.searchsorted(values, x, method="scan_unrolled")
+    return values[jnp.minimum(index, values.shape[0] - 1)] == x
 
 
 def _clip(x: Index, end: int) -> Index:

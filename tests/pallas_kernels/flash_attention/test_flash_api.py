@@ -252,3 +252,13 @@ def test_the_oracle_agrees_with_finite_differences():
             out, lse, *_ = expected(dataclasses.replace(arrays, **{name: x.at[index].add(sign * step)}))
             losses.append(np.sum(out * np.asarray(arrays.d_out)) + np.sum(lse * np.asarray(arrays.d_lse)))
         np.testing.assert_allclose((losses[0] - losses[1]) / (2 * step), gradient[index], rtol=1e-2, atol=1e-3)
+
+
+def test_memory_is_linear_in_the_length():
+    q, ids = jax.ShapeDtypeStruct((1, 4096, 2, 16), jnp.float32), jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+
+    def attend(q, ids):
+        return flash_attention(q, q, q, q_segment_ids=ids, kv_segment_ids=ids, implementation="xla")
+
+    # The mask alone would be 16 MiB.
+    assert jax.jit(attend).lower(q, ids).compile().memory_analysis().temp_size_in_bytes < 8 * 2**20
