@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from jax._src.pallas.mosaic_gpu import core as gpu_core
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, race_detection_state
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 from jax._src.state.discharge import run_state_p
 from jax._src.state.types import AbstractRef
@@ -20,6 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 _Interpreter: Any = jaxpr_interpret.JaxprInterpreter
 _wgmma_of_refs = _Interpreter._interpret_wgmma_ref_p
 _interpret_without_run_state = _Interpreter.interpret
+_Races: Any = race_detection_state.GPURaceDetectionState
+_checks = {name: getattr(_Races, name) for name in ("check_read", "check_write")}
 
 
 @contextlib.contextmanager
@@ -27,11 +29,23 @@ def interpreted(detect_races: bool = False) -> Iterator[plgpu.InterpretGPUParams
     """Gives the `interpret` argument of a Mosaic GPU kernel; an error inside leaves nothing behind."""
     _Interpreter._interpret_wgmma_ref_p = _wgmma
     _Interpreter.interpret = _interpret
+    for name, check in _checks.items():
+        setattr(_Races, name, _outside_registers(check))
     gpu_callbacks.reset_gpu_interpret_mode_state()
     try:
         yield plgpu.InterpretGPUParams(detect_races=detect_races)
     finally:
         gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def _outside_registers(check: Any) -> Any:
+    """Registers are private, so they cannot race; but their names are used again for the next block of the grid."""
+
+    def checked(self: Any, thread: Any, clock: Any, key: Any, *args: Any, **kwargs: Any) -> None:
+        if key.memory_space_id != memory.get_memory_space_idx(gpu_core.MemorySpace.REGS):
+            check(self, thread, clock, key, *args, **kwargs)
+
+    return checked
 
 
 def _wgmma(self: Any, eqn: Any, token: jax.Array, get_invals: Any) -> Any:

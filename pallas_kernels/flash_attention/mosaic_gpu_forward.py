@@ -1,0 +1,244 @@
+"""Flash attention forward in Pallas Mosaic GPU (Hopper)."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.flash_attention import mosaic_gpu_blocks as blocks
+from pallas_kernels.flash_attention.tiles import ROWS, ForwardTiles, forward_tiles
+from pallas_kernels.target import require_hopper
+
+_CONSUMERS = 2
+_BLOCK_Q = _CONSUMERS * ROWS
+
+
+def flash_attention_mosaic_gpu(
+    q: jax.Array, k: jax.Array, v: jax.Array, q_segment_ids: jax.Array | None, kv_segment_ids: jax.Array | None, *,
+    scale: float, causal: bool, sliding_window: int | None, soft_cap: float | None,
+    interpret: Any = False, tiles: ForwardTiles | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    require_hopper(interpret)
+    B, T, N, H = q.shape
+    S, K = k.shape[1:3]
+    _require_supported(q, k, v)
+    tiles = tiles or forward_tiles(H)
+    segments = q_segment_ids is not None
+    visibility = blocks.Visibility(T, S, causal, sliding_window, segments)
+    block_kv, stages, num_tiles = tiles.block_kv, tiles.stages, pl.cdiv(T, _BLOCK_Q)
+    tile_of_q = (ROWS, H)
+    transforms = blocks.tiled(H, q.dtype)
+    masked_always = visibility.causal or visibility.sliding_window is not None or segments or S % block_kv > 0
+    score, factor = _scores(scale, soft_cap)
+
+    def kernel(
+        q_gmem, k_gmem, v_gmem, *rest, q_smem, k_smem, v_smem, lse_smem, q_full, k_full, k_empty, v_full, v_empty,
+        turn, q_ids_smem=None, k_ids_smem=None,
+    ):  # fmt: skip
+        *ids_gmem, out_gmem, lse_gmem = rest
+        batch, head, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
+        tile = num_tiles - 1 - lax.axis_index("tile")  # under a causal mask the last tiles are the longest
+        span = first, first_whole, end_whole, end = visibility.key_blocks(tile * _BLOCK_Q, _BLOCK_Q, block_kv)
+
+        def slot_of(block):
+            return lax.rem(end - 1 - block, jnp.asarray(stages, jnp.int32))
+
+        @pl.when(warpgroup == _CONSUMERS)
+        def _produce():
+            plgpu.set_max_registers(40, action="decrease")
+            kv_head = lax.div(head, jnp.asarray(N // K, jnp.int32))
+
+            @pl.loop(0, end - first)
+            def _step(index):
+                block = end - 1 - index
+                slot = slot_of(block)
+                keys = pl.ds(pl.multiple_of(block * block_kv, block_kv), block_kv)
+
+                @pl.when(index >= stages)
+                def _wait_for_k():
+                    plgpu.barrier_wait(k_empty.at[slot])
+
+                plgpu.copy_gmem_to_smem(k_gmem.at[batch, keys, kv_head], k_smem.at[slot], k_full.at[slot])
+                if segments:
+                    plgpu.copy_gmem_to_smem(ids_gmem[1].at[batch, keys], k_ids_smem.at[slot], k_full.at[slot])
+
+                @pl.when(index >= stages)
+                def _wait_for_v():
+                    plgpu.barrier_wait(v_empty.at[slot])
+
+                plgpu.copy_gmem_to_smem(v_gmem.at[batch, keys, kv_head], v_smem.at[slot], v_full.at[slot])
+
+        @pl.when(warpgroup < _CONSUMERS)
+        def _consume():
+            plgpu.set_max_registers(232, action="increase")
+            query = tile * _BLOCK_Q + warpgroup * ROWS
+            rows = pl.ds(pl.multiple_of(query, ROWS), ROWS)
+            q_tile, mine, other = q_smem.at[warpgroup], turn.at[warpgroup], turn.at[1 - warpgroup]
+            plgpu.copy_gmem_to_smem(q_gmem.at[batch, rows, head], q_tile, q_full.at[warpgroup])
+            if segments:
+                plgpu.copy_gmem_to_smem(ids_gmem[0].at[batch, rows], q_ids_smem.at[warpgroup], q_full.at[warpgroup])
+
+            @pl.when(warpgroup == 1)
+            def _give_first_turn():
+                plgpu.barrier_arrive(other)
+
+            plgpu.barrier_wait(q_full.at[warpgroup])
+            if segments:
+                q_ids = plgpu.load(q_ids_smem.at[warpgroup], layout=plgpu.Layout.WGMMA.reduce(1))
+
+            def softmax(s, block, m, l, masked):
+                """Online softmax in base 2; m is the running maximum of scores * log2(e)."""
+                s = score(s)
+                if masked:
+                    mask = visibility.visible(query, block * block_kv, s.shape)
+                    if segments:
+                        k_ids = plgpu.load(k_ids_smem.at[slot_of(block)], layout=plgpu.Layout.WGMMA.reduce(0))
+                        same = blocks.rows_like(q_ids, s.shape) == blocks.columns_like(k_ids, s.shape)
+                        mask = same if mask is None else mask & same
+                    s = s if mask is None else jnp.where(mask, s, -jnp.inf)
+                m_new = jnp.maximum(m, s.max(axis=1) * factor)
+                alpha = jnp.exp2(m - m_new)
+                p = jnp.exp2(s * factor - blocks.rows_like(m_new, s.shape))
+                return m_new, l * alpha + p.sum(axis=1), alpha, p.astype(v.dtype)
+
+            def first_step(s_acc):
+                plgpu.wgmma(s_acc, q_tile, k_smem.at[0].transpose((1, 0)))
+                return s_acc[...]
+
+            def step(index, carry, masked):
+                """Scores of `block` and, under their softmax, the values of the block before."""
+                acc, m, l, p = carry
+                block = end - 1 - index
+                slot, before = slot_of(block), slot_of(block + 1)
+                plgpu.barrier_wait(k_full.at[slot])
+                plgpu.barrier_wait(v_full.at[before])
+
+                def issue(s_acc, acc_ref):
+                    plgpu.barrier_wait(mine)
+                    plgpu.wgmma(s_acc, q_tile, k_smem.at[slot].transpose((1, 0)))
+                    plgpu.wgmma(acc_ref, p, v_smem.at[before])
+                    plgpu.barrier_arrive(other)
+
+                def overlapped(refs):
+                    s_acc, acc_ref, m_ref, l_ref, alpha_ref, p_ref = refs
+                    issue(s_acc, acc_ref)
+                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                    m_ref[...], l_ref[...], alpha_ref[...], p_ref[...] = softmax(s, block, m, l, masked)
+
+                accumulators = plgpu.ACC.init(blocks.full((ROWS, block_kv), 0)), plgpu.ACC.init(acc)
+                if masked:  # the mask needs registers too, too many to keep both accumulators in flight
+                    s, acc = pl.run_state(lambda refs: issue(*refs))(accumulators)
+                    m, l, alpha, p = softmax(s, block, m, l, masked)
+                else:
+                    _, acc, m, l, alpha, p = pl.run_state(overlapped)((*accumulators, m, l, m, p))
+                plgpu.barrier_arrive(k_empty.at[slot])
+                plgpu.barrier_arrive(v_empty.at[before])
+                return acc * blocks.rows_like(alpha, tile_of_q), m, l, p
+
+            plgpu.barrier_wait(k_full.at[0])
+            s = pl.run_scoped(first_step, plgpu.ACC((ROWS, block_kv), jnp.float32))
+            zeros = blocks.full((ROWS,), 0)
+            m, l, _, p = softmax(s, end - 1, blocks.full((ROWS,), blocks.UNSEEN), zeros, masked_always)
+            plgpu.barrier_arrive(k_empty.at[0])
+            carry = blocks.full(tile_of_q, 0), m, l, p
+            for begin, stop, masked in _loops(span, visibility, masked_always):
+                carry = lax.fori_loop(begin, stop, functools.partial(step, masked=masked), carry)
+            acc, m, l, p = carry
+
+            @pl.when(warpgroup == 0)
+            def _take_last_turn():
+                plgpu.barrier_wait(mine)
+
+            last = slot_of(first)
+            plgpu.barrier_wait(v_full.at[last])
+
+            def last_values(acc_ref):
+                plgpu.wgmma(acc_ref, p, v_smem.at[last])
+
+            acc = pl.run_state(last_values)(plgpu.ACC.init(acc))
+            plgpu.barrier_arrive(v_empty.at[last])
+
+            seen = l > 0
+            inverse = jnp.where(seen, 1 / l, 0.0)
+            q_tile[...] = (acc * blocks.rows_like(inverse, tile_of_q)).astype(q.dtype)
+            lse_smem.at[warpgroup][...] = jnp.where(seen, m * math.log(2) + jnp.log(l), -jnp.inf)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(q_tile, out_gmem.at[batch, rows, head])
+            plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_gmem.at[batch, head, rows])
+            plgpu.wait_smem_to_gmem(0)
+
+    q, k, v = (blocks.pad_rows(x, 1) for x in (q, k, v))
+    ids = [blocks.pad_rows(x.astype(jnp.int32), 1) for x in (q_segment_ids, kv_segment_ids) if x is not None]
+    padded_T = q.shape[1]
+    arrivals = 1 + segments
+    scratch = dict(
+        q_smem=plgpu.SMEM((_CONSUMERS, ROWS, H), q.dtype, transforms=transforms),
+        k_smem=plgpu.SMEM((stages, block_kv, H), k.dtype, transforms=transforms),
+        v_smem=plgpu.SMEM((stages, block_kv, H), v.dtype, transforms=transforms),
+        lse_smem=plgpu.SMEM((_CONSUMERS, ROWS), jnp.float32),
+        q_full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=_CONSUMERS),
+        k_full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+        k_empty=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+        v_full=plgpu.Barrier(num_barriers=stages),
+        v_empty=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+        turn=plgpu.Barrier(num_barriers=_CONSUMERS),
+    )
+    if segments:
+        scratch |= dict(
+            q_ids_smem=plgpu.SMEM((_CONSUMERS, ROWS), jnp.int32), k_ids_smem=plgpu.SMEM((stages, block_kv), jnp.int32)
+        )
+    out, lse = plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((B, N, padded_T), jnp.float32),
+        ),
+        grid=(num_tiles, B, N),
+        grid_names=("tile", "batch", "head"),
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(q, k, v, *ids)
+    return out[:, :T], lse[:, :, :T]
+
+
+def _require_supported(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
+        raise NotImplementedError(
+            f"mosaic_gpu takes q, k and v all in bfloat16 or all in float16, got {q.dtype}, {k.dtype} and {v.dtype}"
+        )
+    if q.shape[-1] not in blocks.HEAD_DIMS:
+        raise NotImplementedError(f"mosaic_gpu takes head dims {blocks.HEAD_DIMS}, got {q.shape[-1]}")
+
+
+def _scores(scale: float, soft_cap: float | None) -> tuple[Callable[[jax.Array], jax.Array], float]:
+    """Returns (f, factor): f(q @ k) * factor is the score in base 2, factor > 0, so that it commutes with the maximum."""
+    if soft_cap is not None:
+        return lambda s: jnp.tanh(s * (scale / soft_cap)), soft_cap * blocks.LOG2E
+    if scale <= 0:
+        return lambda s: s * scale, blocks.LOG2E
+    return lambda s: s, scale * blocks.LOG2E
+
+
+def _loops(span: Sequence[Any], visibility: blocks.Visibility, masked: bool) -> list[tuple[Any, Any, bool]]:
+    """Returns (begin, stop, masked) of the loops over the blocks before the last, leaving out those always empty.
+
+    The loops count blocks from the last one backwards: index i is block `end - 1 - i`.
+    """
+    first, first_whole, end_whole, end = span
+    stop = end - first
+    if not masked or visibility.segments:
+        return [(1, stop, masked)]
+    whole = jnp.maximum(end - end_whole, 1)
+    if visibility.sliding_window is None:
+        return [(1, whole, True), (whole, stop, False)]
+    end_of_whole = jnp.maximum(end - first_whole, whole)
+    return [(1, whole, True), (whole, end_of_whole, False), (end_of_whole, stop, True)]
