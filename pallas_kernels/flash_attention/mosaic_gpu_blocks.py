@@ -21,7 +21,7 @@ UNSEEN = -1e30
 class Visibility:
     """Which keys a query sees: query t is at position t + S - T among the S keys.
 
-    With `segments` no block counts as wholly visible, since every element has to be compared.
+    With `segments` every block needs a mask, since every element has to be compared.
     """
 
     num_queries: int
@@ -35,11 +35,8 @@ class Visibility:
         """Position of query 0 among the keys."""
         return self.num_keys - self.num_queries
 
-    def key_blocks(self, query: Any, rows: int, block: int) -> tuple[Any, Any, Any, Any]:
-        """Returns (first, first_whole, end_whole, end): the key blocks that queries `query : query + rows` visit.
-
-        Of the blocks [first, end), those in [first_whole, end_whole) are visible to all of the queries.
-        """
+    def key_blocks(self, query: Any, rows: int, block: int) -> "Blocks":
+        """Returns the key blocks that queries `query : query + rows` visit."""
         first = first_whole = 0
         end = end_whole = self.num_keys
         if self.causal:
@@ -50,8 +47,8 @@ class Visibility:
             first_whole = first + rows - 1
         return self._blocks(first, first_whole, end_whole, end, block, self.num_keys, self.num_keys)
 
-    def query_blocks(self, key: Any, rows: int, block: int) -> tuple[Any, Any, Any, Any]:
-        """Returns (first, first_whole, end_whole, end): the query blocks that see keys `key : key + rows`.
+    def query_blocks(self, key: Any, rows: int, block: int) -> "Blocks":
+        """Returns the query blocks that see keys `key : key + rows`.
 
         Queries past the last one need no mask, as their probabilities are 0 by their logsumexp.
         """
@@ -68,15 +65,14 @@ class Visibility:
 
     def _blocks(
         self, first: Any, first_whole: Any, end_whole: Any, end: Any, block: int, size: int, whole_size: int
-    ) -> tuple[Any, Any, Any, Any]:
-        """Rounds ranges of elements to ranges of blocks, of which at least one is visited."""
+    ) -> "Blocks":
+        """Rounds ranges of elements to ranges of blocks."""
         first = _floor(_clip(first, size - 1), block)
         end = jnp.maximum(_ceil(_clip(end, size), block), first + 1)
         if self.segments:
-            return first, end, end, end
+            return Blocks(first, end, end, end)
         first_whole = jnp.clip(_ceil(_clip(first_whole, whole_size), block), first, end)
-        end_whole = jnp.clip(_floor(_clip(end_whole, whole_size), block), first_whole, end)
-        return first, first_whole, end_whole, end
+        return Blocks(first, first_whole, jnp.clip(_floor(_clip(end_whole, whole_size), block), first_whole, end), end)
 
     def visible(self, query: Any, key: Any, shape: tuple[int, int], *, queries_first: bool = True) -> jax.Array | None:
         """Returns which elements of a block of scores are visible, or None where all are, whatever the block.
@@ -87,15 +83,51 @@ class Visibility:
             shape: of the block, in the WGMMA layout.
             queries_first: rows are queries and columns keys, else the other way about.
         """
-        query_ids, key_ids = (_iota(shape, 0), _iota(shape, 1)) if queries_first else (_iota(shape, 1), _iota(shape, 0))
+        rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+        query_layout, key_layout = (rows, columns) if queries_first else (columns, rows)
+        num_queries, num_keys = shape if queries_first else shape[::-1]
+        spread_queries, spread_keys = (rows_like, columns_like) if queries_first else (columns_like, rows_like)
+        # Vectors first, matrices late: a loop-invariant matrix of ids would be kept in registers.
+        last_seen = plgpu.broadcasted_iota(jnp.int32, (num_queries,), 0, layout=query_layout)
+        last_seen = last_seen + (query + self.offset - key)
+        key_ids = spread_keys(plgpu.broadcasted_iota(jnp.int32, (num_keys,), 0, layout=key_layout), shape)
         terms = []
-        if queries_first and self.num_keys % shape[1]:
+        if queries_first and self.num_keys % num_keys:
             terms.append(key_ids < self.num_keys - key)
         if self.causal:
-            terms.append(key_ids - query_ids <= query + self.offset - key)
+            terms.append(key_ids <= spread_queries(last_seen, shape))
         if self.sliding_window is not None:
-            terms.append(key_ids - query_ids > query + self.offset - key - self.sliding_window)
+            terms.append(key_ids > spread_queries(last_seen - self.sliding_window, shape))
         return functools.reduce(jnp.logical_and, terms) if terms else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Visited blocks [first, end), at least one, of which [first_whole, end_whole) need no mask (i32 scalars).
+
+    Those that need one come first, the last of them first of all: index i of the visit is block `block(i)`.
+    """
+
+    first: jax.Array
+    first_whole: jax.Array
+    end_whole: jax.Array
+    end: jax.Array
+
+    @property
+    def count(self) -> jax.Array:
+        """Number of visited blocks."""
+        return self.end - self.first
+
+    @property
+    def masked(self) -> jax.Array:
+        """Number of visited blocks that need a mask."""
+        return self.count - (self.end_whole - self.first_whole)
+
+    def block(self, index: Any) -> jax.Array:
+        """Returns the block that is visited at `index` of `count`."""
+        trailing = self.end - self.end_whole
+        leading = jnp.where(index < self.masked, self.first - trailing, self.first_whole - self.masked)
+        return jnp.where(index < trailing, self.end - 1 - index, leading + index)
 
 
 def tiled(head_dim: int, dtype: Any) -> tuple[Any, Any]:
@@ -128,10 +160,6 @@ def full(shape: tuple[int, ...], value: float) -> jax.Array:
     """Returns an f32 constant in the layout of a wgmma accumulator, or of its row sums."""
     layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def _iota(shape: tuple[int, int], dimension: int) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
 
 
 def _clip(x: Any, limit: int) -> jax.Array:

@@ -1,8 +1,7 @@
 """Flash attention forward in Pallas Mosaic GPU (Hopper)."""
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,7 +33,6 @@ def flash_attention_mosaic_gpu(
     block_kv, stages, num_tiles = tiles.block_kv, tiles.stages, pl.cdiv(T, _BLOCK_Q)
     tile_of_q = (ROWS, H)
     transforms = blocks.tiled(H, q.dtype)
-    masked_always = visibility.causal or visibility.sliding_window is not None or segments or S % block_kv > 0
     score, factor = _scores(scale, soft_cap)
 
     def kernel(
@@ -44,21 +42,20 @@ def flash_attention_mosaic_gpu(
         *ids_gmem, out_gmem, lse_gmem = rest
         batch, head, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
         tile = num_tiles - 1 - lax.axis_index("tile")  # under a causal mask the last tiles are the longest
-        span = first, first_whole, end_whole, end = visibility.key_blocks(tile * _BLOCK_Q, _BLOCK_Q, block_kv)
+        visit = visibility.key_blocks(tile * _BLOCK_Q, _BLOCK_Q, block_kv)
 
-        def slot_of(block):
-            return lax.rem(end - 1 - block, jnp.asarray(stages, jnp.int32))
+        def slot_of(index):
+            return lax.rem(index, jnp.asarray(stages, jnp.int32))
 
         @pl.when(warpgroup == _CONSUMERS)
         def _produce():
             plgpu.set_max_registers(40, action="decrease")
             kv_head = lax.div(head, jnp.asarray(N // K, jnp.int32))
 
-            @pl.loop(0, end - first)
+            @pl.loop(0, visit.count)
             def _step(index):
-                block = end - 1 - index
-                slot = slot_of(block)
-                keys = pl.ds(pl.multiple_of(block * block_kv, block_kv), block_kv)
+                slot = slot_of(index)
+                keys = pl.ds(pl.multiple_of(visit.block(index) * block_kv, block_kv), block_kv)
 
                 @pl.when(index >= stages)
                 def _wait_for_k():
@@ -92,13 +89,13 @@ def flash_attention_mosaic_gpu(
             if segments:
                 q_ids = plgpu.load(q_ids_smem.at[warpgroup], layout=plgpu.Layout.WGMMA.reduce(1))
 
-            def softmax(s, block, m, l, masked):
+            def softmax(s, index, m, l, masked):
                 """Online softmax in base 2; m is the running maximum of scores * log2(e)."""
                 s = score(s)
                 if masked:
-                    mask = visibility.visible(query, block * block_kv, s.shape)
+                    mask = visibility.visible(query, visit.block(index) * block_kv, s.shape)
                     if segments:
-                        k_ids = plgpu.load(k_ids_smem.at[slot_of(block)], layout=plgpu.Layout.WGMMA.reduce(0))
+                        k_ids = plgpu.load(k_ids_smem.at[slot_of(index)], layout=plgpu.Layout.WGMMA.reduce(0))
                         same = blocks.rows_like(q_ids, s.shape) == blocks.columns_like(k_ids, s.shape)
                         mask = same if mask is None else mask & same
                     s = s if mask is None else jnp.where(mask, s, -jnp.inf)
@@ -107,62 +104,74 @@ def flash_attention_mosaic_gpu(
                 p = jnp.exp2(s * factor - blocks.rows_like(m_new, s.shape))
                 return m_new, l * alpha + p.sum(axis=1), alpha, p.astype(v.dtype)
 
-            def first_step(s_acc):
-                plgpu.wgmma(s_acc, q_tile, k_smem.at[0].transpose((1, 0)))
-                return s_acc[...]
+            # The tensor core is taken with `barrier_wait(mine)` and handed on with `barrier_arrive(other)`, so that the
+            # softmax of one warpgroup runs under the matmuls of the other.
+            def scores(index, m, l):
+                plgpu.barrier_wait(k_full.at[slot_of(index)])
 
-            def step(index, carry, masked):
-                """Scores of `block` and, under their softmax, the values of the block before."""
+                def matmul(s_acc):
+                    plgpu.wgmma(s_acc, q_tile, k_smem.at[slot_of(index)].transpose((1, 0)))
+                    plgpu.barrier_arrive(other)
+                    return s_acc[...]
+
+                s = pl.run_scoped(matmul, plgpu.ACC((ROWS, block_kv), jnp.float32))
+                m, l, alpha, p = softmax(s, index, m, l, True)
+                plgpu.barrier_arrive(k_empty.at[slot_of(index)])
+                return m, l, alpha, p
+
+            def values(index, acc, p):
+                plgpu.barrier_wait(v_full.at[slot_of(index)])
+                plgpu.barrier_wait(mine)
+                acc = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_smem.at[slot_of(index)]))(
+                    plgpu.ACC.init(acc)
+                )
+                plgpu.barrier_arrive(v_empty.at[slot_of(index)])
+                return acc
+
+            def masked_step(index, carry):
+                acc, m, l = carry
+                m, l, alpha, p = scores(index, m, l)
+                return values(index, acc * blocks.rows_like(alpha, acc.shape), p), m, l
+
+            def whole_step(index, carry):
+                """Scores of a block and, under their softmax, the values of the block before."""
                 acc, m, l, p = carry
-                block = end - 1 - index
-                slot, before = slot_of(block), slot_of(block + 1)
+                slot, before = slot_of(index), slot_of(index - 1)
                 plgpu.barrier_wait(k_full.at[slot])
                 plgpu.barrier_wait(v_full.at[before])
 
-                def issue(s_acc, acc_ref):
+                def matmuls(refs):
+                    s_acc, acc_ref, m_ref, l_ref, alpha_ref, p_ref = refs
                     plgpu.barrier_wait(mine)
                     plgpu.wgmma(s_acc, q_tile, k_smem.at[slot].transpose((1, 0)))
                     plgpu.wgmma(acc_ref, p, v_smem.at[before])
                     plgpu.barrier_arrive(other)
-
-                def overlapped(refs):
-                    s_acc, acc_ref, m_ref, l_ref, alpha_ref, p_ref = refs
-                    issue(s_acc, acc_ref)
                     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                    m_ref[...], l_ref[...], alpha_ref[...], p_ref[...] = softmax(s, block, m, l, masked)
+                    m_ref[...], l_ref[...], alpha_ref[...], p_ref[...] = softmax(s, index, m, l, False)
+                    plgpu.barrier_arrive(k_empty.at[slot])
 
-                accumulators = plgpu.ACC.init(blocks.full((ROWS, block_kv), 0)), plgpu.ACC.init(acc)
-                if masked:  # the mask needs registers too, too many to keep both accumulators in flight
-                    s, acc = pl.run_state(lambda refs: issue(*refs))(accumulators)
-                    m, l, alpha, p = softmax(s, block, m, l, masked)
-                else:
-                    _, acc, m, l, alpha, p = pl.run_state(overlapped)((*accumulators, m, l, m, p))
-                plgpu.barrier_arrive(k_empty.at[slot])
+                s_init = plgpu.ACC.init(blocks.full((ROWS, block_kv), 0))
+                _, acc, m, l, alpha, p = pl.run_state(matmuls)((s_init, plgpu.ACC.init(acc), m, l, m, p))
                 plgpu.barrier_arrive(v_empty.at[before])
-                return acc * blocks.rows_like(alpha, tile_of_q), m, l, p
+                return acc * blocks.rows_like(alpha, acc.shape), m, l, p
 
-            plgpu.barrier_wait(k_full.at[0])
-            s = pl.run_scoped(first_step, plgpu.ACC((ROWS, block_kv), jnp.float32))
-            zeros = blocks.full((ROWS,), 0)
-            m, l, _, p = softmax(s, end - 1, blocks.full((ROWS,), blocks.UNSEEN), zeros, masked_always)
-            plgpu.barrier_arrive(k_empty.at[0])
-            carry = blocks.full(tile_of_q, 0), m, l, p
-            for begin, stop, masked in _loops(span, visibility, masked_always):
-                carry = lax.fori_loop(begin, stop, functools.partial(step, masked=masked), carry)
+            carry = blocks.full(tile_of_q, 0), blocks.full((ROWS,), blocks.UNSEEN), blocks.full((ROWS,), 0)
+            plgpu.barrier_wait(mine)
+            prologue = 0
+            if causal or sliding_window is not None or segments:
+                prologue = jnp.maximum(visit.masked - 1, 0)
+                carry = lax.fori_loop(0, prologue, masked_step, carry)
+            acc, m, l = carry
+            m, l, alpha, p = scores(prologue, m, l)
+            carry = acc * blocks.rows_like(alpha, acc.shape), m, l, p
+            if not segments:
+                carry = lax.fori_loop(prologue + 1, visit.count, whole_step, carry)
             acc, m, l, p = carry
+            acc = values(visit.count - 1, acc, p)
 
             @pl.when(warpgroup == 0)
-            def _take_last_turn():
-                plgpu.barrier_wait(mine)
-
-            last = slot_of(first)
-            plgpu.barrier_wait(v_full.at[last])
-
-            def last_values(acc_ref):
-                plgpu.wgmma(acc_ref, p, v_smem.at[last])
-
-            acc = pl.run_state(last_values)(plgpu.ACC.init(acc))
-            plgpu.barrier_arrive(v_empty.at[last])
+            def _give_last_turn():
+                plgpu.barrier_arrive(other)
 
             seen = l > 0
             inverse = jnp.where(seen, 1 / l, 0.0)
@@ -227,18 +236,3 @@ def _scores(scale: float, soft_cap: float | None) -> tuple[Callable[[jax.Array],
         return lambda s: s * scale, blocks.LOG2E
     return lambda s: s, scale * blocks.LOG2E
 
-
-def _loops(span: Sequence[Any], visibility: blocks.Visibility, masked: bool) -> list[tuple[Any, Any, bool]]:
-    """Returns (begin, stop, masked) of the loops over the blocks before the last, leaving out those always empty.
-
-    The loops count blocks from the last one backwards: index i is block `end - 1 - i`.
-    """
-    first, first_whole, end_whole, end = span
-    stop = end - first
-    if not masked or visibility.segments:
-        return [(1, stop, masked)]
-    whole = jnp.maximum(end - end_whole, 1)
-    if visibility.sliding_window is None:
-        return [(1, whole, True), (whole, stop, False)]
-    end_of_whole = jnp.maximum(end - first_whole, whole)
-    return [(1, whole, True), (whole, end_of_whole, False), (end_of_whole, stop, True)]
