@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,7 +51,7 @@ class Visibility:
     def query_blocks(self, key: Any, rows: int, block: int) -> "Blocks":
         """Returns the query blocks that see keys `key : key + rows`.
 
-        Queries past the last one need no mask, as their probabilities are 0 by their logsumexp.
+        Queries past the last one need no mask: they and the gradients of their outputs are 0.
         """
         padded = pl.cdiv(self.num_queries, block) * block
         first = first_whole = 0
@@ -101,6 +102,21 @@ class Visibility:
         return functools.reduce(jnp.logical_and, terms) if terms else None
 
 
+    def loops(self, visit: "Blocks", block_kv: int | None) -> list[tuple[Any, Any, bool]]:
+        """Returns (begin, end, masked) of the loops over a visit, leaving out those that are always empty.
+
+        Args:
+            visit: of key blocks or query blocks.
+            block_kv: number of keys of a visited block; None for a visit of query blocks.
+        """
+        if self.segments:
+            return [(0, visit.count, True)]
+        ragged = block_kv is not None and self.num_keys % block_kv > 0
+        if not (self.causal or self.sliding_window is not None or ragged):
+            return [(0, visit.count, False)]
+        return [(0, visit.masked, True), (visit.masked, visit.count, False)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """Visited blocks [first, end), at least one, of which [first_whole, end_whole) need no mask (i32 scalars).
@@ -128,6 +144,42 @@ class Blocks:
         trailing = self.end - self.end_whole
         leading = jnp.where(index < self.masked, self.first - trailing, self.first_whole - self.masked)
         return jnp.where(index < trailing, self.end - 1 - index, leading + index)
+
+
+def where_visible(
+    visibility: Visibility, query: Any, key: Any, x: jax.Array, q_ids: jax.Array | None, k_ids: jax.Array | None,
+    hidden: float = 0.0, *, queries_first: bool = True,
+) -> jax.Array:  # fmt: skip
+    """Returns x[rows, columns] with `hidden` where the query does not see the key."""
+    mask = visibility.visible(query, key, x.shape, queries_first=queries_first)
+    if q_ids is not None and k_ids is not None:
+        rows, columns = (q_ids, k_ids) if queries_first else (k_ids, q_ids)
+        same = rows_like(rows, x.shape) == columns_like(columns, x.shape)
+        mask = same if mask is None else mask & same
+    return x if mask is None else jnp.where(mask, x, hidden)
+
+
+def require_supported(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """Declines dtypes and head dims for which there are no tiles.
+
+    Raises:
+        NotImplementedError: naming what is supported and what was given.
+    """
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
+        raise NotImplementedError(
+            f"mosaic_gpu takes q, k and v all in bfloat16 or all in float16, got {q.dtype}, {k.dtype} and {v.dtype}"
+        )
+    if q.shape[-1] not in HEAD_DIMS:
+        raise NotImplementedError(f"mosaic_gpu takes head dims {HEAD_DIMS}, got {q.shape[-1]}")
+
+
+def scores(scale: float, soft_cap: float | None) -> tuple[Callable[[jax.Array], jax.Array], float]:
+    """Returns (f, factor): f(q @ k) * factor is the score in base 2; factor > 0, so that it commutes with the maximum."""
+    if soft_cap is not None:
+        return lambda s: jnp.tanh(s * (scale / soft_cap)), soft_cap * LOG2E
+    if scale <= 0:
+        return lambda s: s * scale, LOG2E
+    return lambda s: s, scale * LOG2E
 
 
 def tiled(head_dim: int, dtype: Any) -> tuple[Any, Any]:

@@ -1,7 +1,6 @@
 """Flash attention forward in Pallas Mosaic GPU (Hopper)."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,14 +25,14 @@ def flash_attention_mosaic_gpu(
     require_hopper(interpret)
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
-    _require_supported(q, k, v)
+    blocks.require_supported(q, k, v)
     tiles = tiles or forward_tiles(H)
     segments = q_segment_ids is not None
     visibility = blocks.Visibility(T, S, causal, sliding_window, segments)
     block_kv, stages, num_tiles = tiles.block_kv, tiles.stages, pl.cdiv(T, _BLOCK_Q)
     tile_of_q = (ROWS, H)
     transforms = blocks.tiled(H, q.dtype)
-    score, factor = _scores(scale, soft_cap)
+    score, factor = blocks.scores(scale, soft_cap)
 
     def kernel(
         q_gmem, k_gmem, v_gmem, *rest, q_smem, k_smem, v_smem, lse_smem, q_full, k_full, k_empty, v_full, v_empty,
@@ -86,19 +85,17 @@ def flash_attention_mosaic_gpu(
                 plgpu.barrier_arrive(other)
 
             plgpu.barrier_wait(q_full.at[warpgroup])
-            if segments:
-                q_ids = plgpu.load(q_ids_smem.at[warpgroup], layout=plgpu.Layout.WGMMA.reduce(1))
+            q_ids = plgpu.load(q_ids_smem.at[warpgroup], layout=plgpu.Layout.WGMMA.reduce(1)) if segments else None
 
             def softmax(s, index, m, l, masked):
                 """Online softmax in base 2; m is the running maximum of scores * log2(e)."""
                 s = score(s)
                 if masked:
-                    mask = visibility.visible(query, visit.block(index) * block_kv, s.shape)
+                    k_ids = None
                     if segments:
                         k_ids = plgpu.load(k_ids_smem.at[slot_of(index)], layout=plgpu.Layout.WGMMA.reduce(0))
-                        same = blocks.rows_like(q_ids, s.shape) == blocks.columns_like(k_ids, s.shape)
-                        mask = same if mask is None else mask & same
-                    s = s if mask is None else jnp.where(mask, s, -jnp.inf)
+                    key = visit.block(index) * block_kv
+                    s = blocks.where_visible(visibility, query, key, s, q_ids, k_ids, -jnp.inf)
                 m_new = jnp.maximum(m, s.max(axis=1) * factor)
                 alpha = jnp.exp2(m - m_new)
                 p = jnp.exp2(s * factor - blocks.rows_like(m_new, s.shape))
@@ -116,6 +113,8 @@ def flash_attention_mosaic_gpu(
 
                 s = pl.run_scoped(matmul, plgpu.ACC((ROWS, block_kv), jnp.float32))
                 m, l, alpha, p = softmax(s, index, m, l, True)
+                if segments:
+                    plgpu.commit_smem()  # the ids were read by the threads and are next written by a copy
                 plgpu.barrier_arrive(k_empty.at[slot_of(index)])
                 return m, l, alpha, p
 
@@ -217,22 +216,4 @@ def flash_attention_mosaic_gpu(
         interpret=interpret,
     )(q, k, v, *ids)
     return out[:, :T], lse[:, :, :T]
-
-
-def _require_supported(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
-        raise NotImplementedError(
-            f"mosaic_gpu takes q, k and v all in bfloat16 or all in float16, got {q.dtype}, {k.dtype} and {v.dtype}"
-        )
-    if q.shape[-1] not in blocks.HEAD_DIMS:
-        raise NotImplementedError(f"mosaic_gpu takes head dims {blocks.HEAD_DIMS}, got {q.shape[-1]}")
-
-
-def _scores(scale: float, soft_cap: float | None) -> tuple[Callable[[jax.Array], jax.Array], float]:
-    """Returns (f, factor): f(q @ k) * factor is the score in base 2, factor > 0, so that it commutes with the maximum."""
-    if soft_cap is not None:
-        return lambda s: jnp.tanh(s * (scale / soft_cap)), soft_cap * blocks.LOG2E
-    if scale <= 0:
-        return lambda s: s * scale, blocks.LOG2E
-    return lambda s: s, scale * blocks.LOG2E
 
