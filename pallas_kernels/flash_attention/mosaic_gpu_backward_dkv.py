@@ -109,7 +109,8 @@ def key_gradients(
                 plgpu.barrier_wait(q_full.at[slot])
                 plgpu.barrier_wait(do_full.at[slot])
 
-                def probabilities(s_acc, dp_acc):
+                def probabilities(refs):
+                    s_acc, dp_acc, p_ref, ds_ref = refs
                     for part in range(parts):
                         plgpu.wgmma(s_acc, k_smem.at[group, part], q_smem.at[slot, part].transpose((1, 0)))
                     for part in range(parts):
@@ -121,19 +122,20 @@ def key_gradients(
                         q_ids = plgpu.load(q_ids_smem.at[slot], layout=column_layout) if ids_gmem else None
                         query = visit.block(index) * block_q
                         p = blocks.where_visible(visibility, query, key, p, q_ids, k_ids, queries_first=False)
-                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                    delta = plgpu.load(delta_smem.at[slot], layout=column_layout)
-                    ds = p * (dp - blocks.columns_like(delta, s.shape))
+                    ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     ds = ds if soft_cap is None else ds * (1 - s * s)
-                    return p.astype(q.dtype), ds.astype(q.dtype)
+                    p_ref[...], ds_ref[...] = p.astype(q.dtype), ds.astype(q.dtype)
 
                 def accumulate(refs):
                     dk_acc, dv_acc = refs
                     plgpu.wgmma(dv_acc, p, do_smem.at[slot, own])
                     plgpu.wgmma(dk_acc, ds, q_smem.at[slot, own])
 
-                shape = plgpu.ACC((ROWS, block_q), jnp.float32)
-                p, ds = pl.run_scoped(probabilities, shape, shape)
+                shape = ROWS, block_q
+                minus_delta = -plgpu.load(delta_smem.at[slot], layout=column_layout)  # spares its columns later
+                s_init, unset = blocks.full(shape, 0), blocks.full(shape, 0).astype(q.dtype)
+                dp_init = blocks.columns_like(minus_delta, shape)
+                *_, p, ds = pl.run_state(probabilities)((plgpu.ACC.init(s_init), plgpu.ACC.init(dp_init), unset, unset))
                 dk, dv = pl.run_state(accumulate)(tuple(plgpu.ACC.init(x) for x in carry))
                 plgpu.commit_smem()  # the rows were read by the threads and are next written by a copy
                 plgpu.barrier_arrive(q_empty.at[slot])
@@ -156,7 +158,8 @@ def key_gradients(
             v_smem.at[group, own][...] = dv.astype(q.dtype)
             plgpu.commit_smem()
             keys = pl.ds(pl.multiple_of(key, ROWS), ROWS)
-            at = batch, keys, kv_head, pl.ds(pl.multiple_of(own * columns, columns), columns)
+            own_columns = pl.ds(pl.multiple_of(own * columns, columns), columns) if parts > 1 else slice(None)
+            at = batch, keys, kv_head, own_columns
             plgpu.copy_smem_to_gmem(k_smem.at[group, own], dk_gmem.at[at])
             plgpu.copy_smem_to_gmem(v_smem.at[group, own], dv_gmem.at[at])
             plgpu.wait_smem_to_gmem(0)

@@ -122,7 +122,7 @@ def query_gradient(
             plgpu.copy_smem_to_gmem(q_tile, dq_gmem.at[batch, rows, head])
             plgpu.wait_smem_to_gmem(0)
 
-    transforms, f32 = blocks.tiled(H, q.dtype), jnp.float32
+    transforms, f32 = blocks.tiled(H, q.dtype, block_kv), jnp.float32
     scratch = dict(
         q_smem=plgpu.SMEM((_CONSUMERS, ROWS, H), q.dtype, transforms=transforms),
         do_smem=plgpu.SMEM((_CONSUMERS, ROWS, H), q.dtype, transforms=transforms),

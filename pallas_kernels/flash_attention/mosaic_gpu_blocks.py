@@ -84,23 +84,22 @@ class Visibility:
             shape: of the block, in the WGMMA layout.
             queries_first: rows are queries and columns keys, else the other way about.
         """
-        rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-        query_layout, key_layout = (rows, columns) if queries_first else (columns, rows)
-        num_queries, num_keys = shape if queries_first else shape[::-1]
-        spread_queries, spread_keys = (rows_like, columns_like) if queries_first else (columns_like, rows_like)
-        # Vectors first, matrices late: a loop-invariant matrix of ids would be kept in registers.
-        last_seen = plgpu.broadcasted_iota(jnp.int32, (num_queries,), 0, layout=query_layout)
-        last_seen = last_seen + (query + self.offset - key)
-        key_ids = spread_keys(plgpu.broadcasted_iota(jnp.int32, (num_keys,), 0, layout=key_layout), shape)
+        # The scalars meet the rows, of which a thread has two: matrices of ids, and columns of them, would fill registers.
+        rows = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1))
+        columns = plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=plgpu.Layout.WGMMA.reduce(0))
+        columns = columns_like(columns, shape)
+        ahead = query + self.offset - key
+        diagonal = rows + (ahead if queries_first else -ahead)  # the column at which key and query meet
         terms = []
-        if queries_first and self.num_keys % num_keys:
-            terms.append(key_ids < self.num_keys - key)
+        if queries_first and self.num_keys % shape[1]:
+            terms.append(columns < self.num_keys - key)
         if self.causal:
-            terms.append(key_ids <= spread_queries(last_seen, shape))
+            limit = rows_like(diagonal, shape)
+            terms.append(columns <= limit if queries_first else columns >= limit)
         if self.sliding_window is not None:
-            terms.append(key_ids > spread_queries(last_seen - self.sliding_window, shape))
+            limit = rows_like(diagonal + self.sliding_window * (-1 if queries_first else 1), shape)
+            terms.append(columns > limit if queries_first else columns < limit)
         return functools.reduce(jnp.logical_and, terms) if terms else None
-
 
     def loops(self, visit: "Blocks", block_kv: int | None) -> list[tuple[Any, Any, bool]]:
         """Returns (begin, end, masked) of the loops over a visit, leaving out those that are always empty.
@@ -182,10 +181,13 @@ def scores(scale: float, soft_cap: float | None) -> tuple[Callable[[jax.Array], 
     return lambda s: s, scale * LOG2E
 
 
-def tiled(head_dim: int, dtype: Any) -> tuple[Any, Any]:
-    """Returns the transforms of a [rows, head_dim] tile in shared memory that wgmma can read."""
+def tiled(head_dim: int, dtype: Any, contracted: int | None = None) -> tuple[Any, Any]:
+    """Returns the transforms of a [rows, head_dim] tile in shared memory that wgmma can read.
+
+    Where wgmma contracts over so many `contracted` rows, they must be a multiple of the elements of a swizzle.
+    """
     bits = jnp.dtype(dtype).itemsize * 8
-    swizzle = plgpu.find_swizzle(head_dim * bits)
+    swizzle = plgpu.find_swizzle(math.gcd(head_dim, contracted or 0) * bits)
     return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
 
 

@@ -30,7 +30,10 @@ class ForwardTiles:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardTiles:
-    """Tiles of the two backward kernels: `block_kv` keys a step of dq, `block_q` queries a step of dk and dv."""
+    """Tiles of the two backward kernels: `block_kv` keys a step of dq, `block_q` queries a step of dk and dv.
+
+    `stages` steps are in shared memory.
+    """
 
     block_kv: int
     block_q: int
@@ -60,10 +63,9 @@ def forward_tiles(head_dim: int, itemsize: int = 2) -> ForwardTiles:
 def backward_tiles(head_dim: int) -> BackwardTiles:
     """Returns the tiles for `head_dim`.
 
-    dk and dv: 2 * H/2 f32 of gradients a thread (H = 256 shares the columns out to the two warpgroups instead), block_q/2
-    scores and as many of their gradients, half of that again in 16 bits: 128 + 64 + 32 at H = 128 and block_q = 64.
-    dq: H/2 f32, the same for block_kv; at H = 256 shared memory leaves room for 32 keys a step only.
+    dk and dv: a thread holds H f32 of gradients (H/2 where the warpgroups share out the columns, at H = 256), block_q of
+    scores and their gradients, and block_q/2 of both in 16 bits: 128 + 64 + 32 at H = 128 and block_q = 64.
+    dq: H/2 f32 of gradients, block_kv of scores and their gradients. At H = 256 that and the 128 KiB of Q and dO leave
+    room for 32 keys a step only, at which wgmma waits for shared memory: 3 KiB an instruction of 16 cycles.
     """
-    if head_dim > 128:
-        return BackwardTiles(block_kv=32, block_q=64)
-    return BackwardTiles(block_kv=64, block_q=64)
+    return BackwardTiles(block_kv=32 if head_dim > 128 else 64, block_q=64)
