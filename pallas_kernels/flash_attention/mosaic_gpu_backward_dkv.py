@@ -62,7 +62,7 @@ def key_gradients(
 
         @pl.when(warpgroup == _CONSUMERS)
         def _produce():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
             for group in range(groups):
                 keys = pl.ds(pl.multiple_of(first_key + group * ROWS, ROWS), ROWS)
                 for part in range(parts):
@@ -97,7 +97,7 @@ def key_gradients(
 
         @pl.when(warpgroup < _CONSUMERS)
         def _consume():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             group, own = (0, warpgroup) if parts > 1 else (warpgroup, 0)
             key = first_key + group * ROWS
             row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)

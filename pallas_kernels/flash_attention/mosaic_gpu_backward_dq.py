@@ -45,7 +45,7 @@ def query_gradient(
 
         @pl.when(warpgroup == _CONSUMERS)
         def _produce():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
             kv_head = lax.div(head, jnp.asarray(G, jnp.int32))
 
             @pl.loop(0, visit.count)
@@ -69,7 +69,7 @@ def query_gradient(
 
         @pl.when(warpgroup < _CONSUMERS)
         def _consume():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             query = tile * _BLOCK_Q + warpgroup * ROWS
             rows = pl.ds(pl.multiple_of(query, ROWS), ROWS)
             ready, row_layout = q_full.at[warpgroup], plgpu.Layout.WGMMA.reduce(1)
