@@ -6,6 +6,7 @@ register memory, so that the kernels are tested as they run.
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +34,9 @@ def interpreted(detect_races: bool = False) -> Iterator[plgpu.InterpretGPUParams
         setattr(_Races, name, _outside_registers(check))
     gpu_callbacks.reset_gpu_interpret_mode_state()
     try:
-        yield plgpu.InterpretGPUParams(detect_races=detect_races)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # NumPy multiplies the NaN of what must not matter
+            yield plgpu.InterpretGPUParams(detect_races=detect_races)
     finally:
         gpu_callbacks.reset_gpu_interpret_mode_state()
 
@@ -65,7 +68,7 @@ def _interpret(self: Any, jaxpr: Any, token: jax.Array, *args: Any) -> Any:
         return _interpret_without_run_state(self, jaxpr, token, *args)
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
     made = [v for eqn in jaxpr.eqns[:first] for v in eqn.outvars if type(v).__name__ != "DropVar"]
-    before = jaxpr.replace(eqns=jaxpr.eqns[:first], outvars=made, debug_info=None)
+    before = jaxpr.replace(eqns=jaxpr.eqns[:first], outvars=made, debug_info=_unnamed(jaxpr))
     token, values = _interpret_without_run_state(self, before, token, *args)
     env.update(zip(made, values, strict=True))
 
@@ -87,8 +90,12 @@ def _interpret(self: Any, jaxpr: Any, token: jax.Array, *args: Any) -> Any:
         token = _deallocate(self, eqn, token, key)
 
     live = [v for v in env if type(v).__name__ != "DropVar"]
-    after = jaxpr.replace(constvars=[], invars=live, eqns=jaxpr.eqns[first + 1 :], debug_info=None)
+    after = jaxpr.replace(constvars=[], invars=live, eqns=jaxpr.eqns[first + 1 :], debug_info=_unnamed(jaxpr))
     return self.interpret(after, token, *(env[v] for v in live))
+
+
+def _unnamed(jaxpr: Any) -> Any:
+    return jaxpr.debug_info._replace(arg_names=None, result_paths=None)
 
 
 def _allocate(self: Any, eqn: Any, token: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
