@@ -18,6 +18,21 @@ def flash_attention_backward_mosaic_gpu(
     scale: float, causal: bool, sliding_window: int | None, soft_cap: float | None,
     interpret: Any = False, tiles: BackwardTiles | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Returns (dq, dk, dv) in the dtype of the inputs; `out` and `lse` are those of the forward pass.
+
+    FlashAttention-2 (Dao, 2023) with recomputation of the probabilities from lse, as two kernels: one owns
+    keys and sums dk and dv over the queries that see them, the other owns queries. Nothing is added atomically: two
+    runs agree in every bit. delta = sum(out * d_out) - d_lse is left to XLA.
+
+    Work: 14 * H FLOPs a visible pair (20 * H at H = 256) where a single kernel with atomic addition needs 10 * H. Both
+    kernels have a copying warpgroup and two consumers of 240 registers. Shared memory at H = 128: 130 KiB each; at
+    H = 256: 194 KiB. Expected on H200 at H = 128: the matmuls at 55-60 % of 989 TFLOP/s, as there is no overlap of
+    softmax and matmul but that between the two warpgroups: 40 % when the 10 * H FLOPs of the literature are counted
+    (FlashAttention-3 reports 50-55 %). Not measured on hardware.
+
+    Raises:
+        NotImplementedError: no Hopper GPU, or a dtype or head dim without tiles.
+    """
     require_hopper(interpret)
     blocks.require_supported(q, k, v)
     T, S = q.shape[1], k.shape[1]

@@ -22,8 +22,8 @@ def key_gradients(
     """Returns (dk, dv), summed over the G query heads of a key head in registers, in one fixed order.
 
     Scores are computed transposed, [keys, queries], so that P and dS leave the registers only as left operands of
-    dV += P @ dO and dK += dS @ Q: four matmuls, 8 * H FLOPs a visible pair. The two consumer warpgroups own 64 keys each;
-    at H = 256, where the gradients of 64 keys exceed the registers of one, they share 64 keys and own half of the
+    dV += P @ dO and dK += dS @ Q: four matmuls, 8 * H FLOPs a visible pair. The two consumer warpgroups own 64 keys
+    each; at H = 256, where the gradients of 64 keys exceed the registers of one, they share 64 keys and own half of the
     columns each, both recomputing P and dS (12 * H FLOPs a pair).
 
     Args:
@@ -165,24 +165,25 @@ def key_gradients(
             plgpu.wait_smem_to_gmem(0)
 
     transforms, f32 = blocks.tiled(columns, q.dtype), jnp.float32
-    scratch = dict(
-        k_smem=plgpu.SMEM((groups, parts, ROWS, columns), q.dtype, transforms=transforms),
-        v_smem=plgpu.SMEM((groups, parts, ROWS, columns), q.dtype, transforms=transforms),
-        q_smem=plgpu.SMEM((stages, parts, block_q, columns), q.dtype, transforms=transforms),
-        do_smem=plgpu.SMEM((stages, parts, block_q, columns), q.dtype, transforms=transforms),
-        lse_smem=plgpu.SMEM((stages, block_q), f32),
-        delta_smem=plgpu.SMEM((stages, block_q), f32),
-        kv_full=plgpu.Barrier(num_arrivals=groups * (2 * parts + bool(segment_ids))),
-        q_full=plgpu.Barrier(num_arrivals=parts + 1 + bool(segment_ids), num_barriers=stages),
-        q_empty=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
-        do_full=plgpu.Barrier(num_arrivals=parts + 1, num_barriers=stages),
-        do_empty=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
-        done=plgpu.Barrier(num_arrivals=_CONSUMERS),
-    )
+    scratch = {
+        "k_smem": plgpu.SMEM((groups, parts, ROWS, columns), q.dtype, transforms=transforms),
+        "v_smem": plgpu.SMEM((groups, parts, ROWS, columns), q.dtype, transforms=transforms),
+        "q_smem": plgpu.SMEM((stages, parts, block_q, columns), q.dtype, transforms=transforms),
+        "do_smem": plgpu.SMEM((stages, parts, block_q, columns), q.dtype, transforms=transforms),
+        "lse_smem": plgpu.SMEM((stages, block_q), f32),
+        "delta_smem": plgpu.SMEM((stages, block_q), f32),
+        "kv_full": plgpu.Barrier(num_arrivals=groups * (2 * parts + bool(segment_ids))),
+        "q_full": plgpu.Barrier(num_arrivals=parts + 1 + bool(segment_ids), num_barriers=stages),
+        "q_empty": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+        "do_full": plgpu.Barrier(num_arrivals=parts + 1, num_barriers=stages),
+        "do_empty": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+        "done": plgpu.Barrier(num_arrivals=_CONSUMERS),
+    }
     if segment_ids:
-        scratch |= dict(
-            k_ids_smem=plgpu.SMEM((groups, ROWS), jnp.int32), q_ids_smem=plgpu.SMEM((stages, block_q), jnp.int32)
-        )
+        scratch |= {
+            "k_ids_smem": plgpu.SMEM((groups, ROWS), jnp.int32),
+            "q_ids_smem": plgpu.SMEM((stages, block_q), jnp.int32),
+        }
     return plgpu.kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),

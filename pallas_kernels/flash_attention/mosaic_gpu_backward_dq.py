@@ -123,23 +123,24 @@ def query_gradient(
             plgpu.wait_smem_to_gmem(0)
 
     transforms, f32 = blocks.tiled(H, q.dtype, block_kv), jnp.float32
-    scratch = dict(
-        q_smem=plgpu.SMEM((_CONSUMERS, ROWS, H), q.dtype, transforms=transforms),
-        do_smem=plgpu.SMEM((_CONSUMERS, ROWS, H), q.dtype, transforms=transforms),
-        k_smem=plgpu.SMEM((stages, block_kv, H), q.dtype, transforms=transforms),
-        v_smem=plgpu.SMEM((stages, block_kv, H), q.dtype, transforms=transforms),
-        lse_smem=plgpu.SMEM((_CONSUMERS, ROWS), f32),
-        delta_smem=plgpu.SMEM((_CONSUMERS, ROWS), f32),
-        q_full=plgpu.Barrier(num_arrivals=5 if segment_ids else 4, num_barriers=_CONSUMERS),
-        k_full=plgpu.Barrier(num_arrivals=2 if segment_ids else 1, num_barriers=stages),
-        k_empty=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
-        v_full=plgpu.Barrier(num_barriers=stages),
-        v_empty=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
-    )
+    scratch = {
+        "q_smem": plgpu.SMEM((_CONSUMERS, ROWS, H), q.dtype, transforms=transforms),
+        "do_smem": plgpu.SMEM((_CONSUMERS, ROWS, H), q.dtype, transforms=transforms),
+        "k_smem": plgpu.SMEM((stages, block_kv, H), q.dtype, transforms=transforms),
+        "v_smem": plgpu.SMEM((stages, block_kv, H), q.dtype, transforms=transforms),
+        "lse_smem": plgpu.SMEM((_CONSUMERS, ROWS), f32),
+        "delta_smem": plgpu.SMEM((_CONSUMERS, ROWS), f32),
+        "q_full": plgpu.Barrier(num_arrivals=5 if segment_ids else 4, num_barriers=_CONSUMERS),
+        "k_full": plgpu.Barrier(num_arrivals=2 if segment_ids else 1, num_barriers=stages),
+        "k_empty": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+        "v_full": plgpu.Barrier(num_barriers=stages),
+        "v_empty": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+    }
     if segment_ids:
-        scratch |= dict(
-            q_ids_smem=plgpu.SMEM((_CONSUMERS, ROWS), jnp.int32), k_ids_smem=plgpu.SMEM((stages, block_kv), jnp.int32)
-        )
+        scratch |= {
+            "q_ids_smem": plgpu.SMEM((_CONSUMERS, ROWS), jnp.int32),
+            "k_ids_smem": plgpu.SMEM((stages, block_kv), jnp.int32),
+        }
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),

@@ -84,7 +84,7 @@ class Visibility:
             shape: of the block, in the WGMMA layout.
             queries_first: rows are queries and columns keys, else the other way about.
         """
-        # The scalars meet the rows, of which a thread has two: matrices of ids, and columns of them, would fill registers.
+        # The scalars meet the rows, of which a thread has two; ids of all elements, or columns, would fill registers.
         rows = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1))
         columns = plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=plgpu.Layout.WGMMA.reduce(0))
         columns = columns_like(columns, shape)
@@ -173,7 +173,10 @@ def require_supported(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
 
 
 def scores(scale: float, soft_cap: float | None) -> tuple[Callable[[jax.Array], jax.Array], float]:
-    """Returns (f, factor): f(q @ k) * factor is the score in base 2; factor > 0, so that it commutes with the maximum."""
+    """Returns (f, factor): f(q @ k) * factor is the score in base 2.
+
+    The factor is positive, so that it commutes with the maximum.
+    """
     if soft_cap is not None:
         return lambda s: jnp.tanh(s * (scale / soft_cap)), soft_cap * LOG2E
     if scale <= 0:
