@@ -1,0 +1,176 @@
+"""The Mosaic GPU kernels of flash attention: interpreted against the oracle of `cases`, raced, lowered for H200."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.flash_attention import api, flash_attention
+from pallas_kernels.flash_attention.mosaic_gpu_backward import flash_attention_backward_mosaic_gpu
+from pallas_kernels.flash_attention.mosaic_gpu_blocks import HEAD_DIMS, Visibility
+from pallas_kernels.flash_attention.mosaic_gpu_forward import flash_attention_mosaic_gpu
+from pallas_kernels.flash_attention.tiles import SHARED_MEMORY, BackwardTiles, ForwardTiles, forward_tiles
+from pallas_kernels.flash_attention.vjp import with_backward
+from tests.pallas_kernels.flash_attention.cases import CASES, Case, check, check_twice, make, run
+from tests.pallas_kernels.gpu_interpreter import interpreted
+from tests.pallas_kernels.targets import lower
+
+SMALL = ForwardTiles(block_kv=64)  # more blocks from fewer keys
+EVERYTHING = Case(70, 150, segments=((20, 90), (40, 50)), sliding_window=60, soft_cap=2.0, scale=0.5)
+
+
+def attention(monkeypatch, interpret, tiles=None):
+    """Returns `flash_attention` on the kernels alone."""
+    attend = with_backward(
+        functools.partial(flash_attention_mosaic_gpu, interpret=interpret, tiles=tiles),
+        functools.partial(flash_attention_backward_mosaic_gpu, interpret=interpret),
+    )
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", {"mosaic_gpu": attend})
+    return functools.partial(flash_attention, implementation="mosaic_gpu")
+
+
+def forward(arrays, interpret, tiles=None):
+    """Returns (out, lse) of the kernel called by itself."""
+    function = functools.partial(flash_attention_mosaic_gpu, **arrays.case.options, tiles=tiles, interpret=interpret)
+    return jax.jit(function)(arrays.q, arrays.k, arrays.v, arrays.q_segment_ids, arrays.kv_segment_ids)
+
+
+def head_dim_of(name):
+    return None if name.startswith("head_dim") else 64
+
+
+def test_agrees_and_repeats_with_all_options(monkeypatch):
+    with interpreted() as interpret:
+        check_twice(attention(monkeypatch, interpret, SMALL), make(EVERYTHING, "bfloat16", head_dim=64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_agrees(name, monkeypatch):
+    with interpreted() as interpret:
+        arrays = make(CASES[name], "bfloat16", head_dim=head_dim_of(name))
+        check(arrays, run(attention(monkeypatch, interpret, SMALL), arrays))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["more_keys", "segments_window", "window_more_keys", "not_causal_more_queries"])
+def test_agrees_in_float16_with_its_own_tiles(name, monkeypatch):
+    with interpreted() as interpret:
+        arrays = make(CASES[name], "float16", head_dim=64)
+        check(arrays, run(attention(monkeypatch, interpret), arrays))
+
+
+@pytest.mark.parametrize("name", ["edge_64", "window_more_queries", "head_dim_80"])
+def test_forward_agrees(name):
+    with interpreted() as interpret:
+        arrays = make(CASES[name], "bfloat16", head_dim=head_dim_of(name))
+        check(arrays, forward(arrays, interpret, SMALL))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_scale_need_not_be_positive(scale):
+    with interpreted() as interpret:
+        arrays = make(Case(9, 65, scale=scale), "bfloat16", head_dim=64)
+        check(arrays, forward(arrays, interpret))
+
+
+@pytest.mark.parametrize(
+    "name", ["edge_65", *(pytest.param(n, marks=pytest.mark.slow) for n in ("segments_more_keys", "head_dim_256"))]
+)
+def test_has_no_races(name, monkeypatch):
+    with interpreted(detect_races=True) as interpret:
+        arrays = make(CASES[name], "bfloat16", head_dim=head_dim_of(name))
+        check(arrays, run(attention(monkeypatch, interpret, SMALL), arrays))
+
+
+@pytest.mark.parametrize("missing", [0, 2, pytest.param(1, marks=pytest.mark.slow)])
+def test_missing_barrier_is_a_race(missing, monkeypatch):
+    """Waits 0 and 1 keep the copies off keys and values in use, wait 2 is for the queries."""
+    waits, wait = [], plgpu.barrier_wait
+
+    def forgetful(barrier):
+        waits.append(barrier)
+        if len(waits) != missing + 1:
+            wait(barrier)
+
+    monkeypatch.setattr(plgpu, "barrier_wait", forgetful)
+    with interpreted(detect_races=True) as interpret, pytest.raises(Exception, match="RACE DETECTED"):
+        jax.block_until_ready(
+            forward(make(Case(9, 250, num_heads=1, causal=False), "bfloat16", head_dim=64), interpret, SMALL)
+        )
+
+
+@pytest.mark.parametrize(
+    "visibility",
+    [
+        Visibility(300, 300, True, None, False),
+        Visibility(90, 300, True, 70, False),
+        Visibility(300, 90, True, 40, False),
+        Visibility(200, 333, False, 100, False),
+        Visibility(130, 200, False, None, False),
+    ],
+)
+def test_visits_what_is_seen_and_masks_what_is_partly_seen(visibility):
+    t, j = np.arange(visibility.num_queries)[:, None] + visibility.offset, np.arange(visibility.num_keys)
+    seen = np.ones((visibility.num_queries, visibility.num_keys), bool)
+    if visibility.causal:
+        seen &= j <= t
+    if visibility.sliding_window is not None:
+        seen &= j > t - visibility.sliding_window
+    for mask, blocks, rows in ((seen, visibility.key_blocks, 128), (seen.T, visibility.query_blocks, 64)):
+        for start in range(0, len(mask), rows):
+            visit = blocks(start, rows, 64)
+            order = [int(visit.block(i)) for i in range(int(visit.count))]
+            masked = int(visit.masked)
+            assert sorted(order) == list(range(int(visit.first), int(visit.end)))
+            outside = np.ones(mask.shape[1], bool)
+            for block in order:
+                outside[block * 64 : block * 64 + 64] = False
+            assert not mask[start : start + rows, outside].any()
+            assert all(mask[start : start + rows, b * 64 : b * 64 + 64].all() for b in order[masked:])
+
+
+def arguments(dtype=jnp.bfloat16, *, H=64, segments=False):
+    B, T, S, N, K = 1, 300, 300, 4, 2
+    shape = jax.ShapeDtypeStruct
+    q, k = shape((B, T, N, H), dtype), shape((B, S, K, H), dtype)
+    ids = (shape((B, T), jnp.int32), shape((B, S), jnp.int32)) if segments else (None, None)
+    return q, k, k, *ids, shape((B, N, T), jnp.float32)
+
+
+OPTIONS = {"scale": 0.1, "causal": True, "sliding_window": None, "soft_cap": None}
+
+
+@pytest.mark.parametrize("H", [64, *(pytest.param(H, marks=pytest.mark.slow) for H in HEAD_DIMS[1:])])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 70, "soft_cap": 30.0}])
+def test_lowers_for_h200(H, options):
+    q, k, v, q_ids, kv_ids, lse = arguments(H=H, segments=bool(options))
+    options = OPTIONS | options
+    text = lower(functools.partial(flash_attention_mosaic_gpu, **options), q, k, v, q_ids, kv_ids, target="h200")
+    assert "mosaic_gpu" in text
+    backward = functools.partial(flash_attention_backward_mosaic_gpu, **options)
+    text = lower(backward, q, k, v, q, lse, q, lse, q_ids, kv_ids, target="h200")
+    assert "mosaic_gpu" in text
+
+
+def test_declines_what_it_cannot_do():
+    q, k, v, *_ = arguments()
+    with pytest.raises(NotImplementedError, match="needs a Hopper GPU"):
+        flash_attention_mosaic_gpu(q, k, v, None, None, **OPTIONS)
+    with pytest.raises(NotImplementedError, match="float32"):
+        flash_attention_mosaic_gpu(*arguments(jnp.float32)[:3], None, None, **OPTIONS, interpret=True)
+    with pytest.raises(NotImplementedError, match=r"head dims .* got 72"):
+        flash_attention_mosaic_gpu(*arguments(H=72)[:3], None, None, **OPTIONS, interpret=True)
+
+
+def test_tiles_fit():
+    assert all(forward_tiles(H).shared_memory(H, 2) < SHARED_MEMORY for H in HEAD_DIMS)
+    with pytest.raises(ValueError, match="block_kv must be"):
+        ForwardTiles(block_kv=24)
+    with pytest.raises(ValueError, match="block_q must be"):
+        BackwardTiles(block_kv=64, block_q=8)
+    with pytest.raises(ValueError, match="stages must be at least 2"):
+        BackwardTiles(block_kv=64, block_q=64, stages=1)
