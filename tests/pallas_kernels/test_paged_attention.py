@@ -1,5 +1,6 @@
-"""Every implementation of ragged paged attention against a float64 loop; unused slots hold NaN."""
+"""Ragged paged attention in its XLA forms against float64 loops; unused slots hold NaN."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,94 +9,42 @@ import numpy as np
 import pytest
 
 from pallas_kernels import make_schedule, ragged_paged_attention
-from pallas_kernels.paged_attention.api import IMPLEMENTATIONS
+from pallas_kernels.pages import quantize
+from tests.pallas_kernels.paged_cases import FORMATS, ROWS, check, expected, make_case, tree_of
 
-ROWS = {  # (q_len, kv_len) of each row, and how many leading rows are decode rows
-    "one_token": ([(1, 1)], 1),
-    "decode": ([(1, 1), (1, 16), (1, 17), (1, 300)], 4),
-    "decode_more_than_a_group": ([(1, 3 + 7 * i) for i in range(19)], 19),
-    "decode_as_tiles": ([(1, 5), (1, 33)], 0),
-    "prefill": ([(40, 40)], 0),
-    "chunk": ([(7, 300)], 0),
-    "prefill_more_than_a_tile": ([(300, 321), (130, 130)], 0),
-    "mixed": ([(1, 31), (1, 2), (9, 30), (64, 64), (3, 270)], 2),
-    "empty_rows": ([(1, 8), (0, 0), (5, 9), (0, 0)], 1),
-}
-
-
+IMPLEMENTATIONS = ("xla", "reference")
 T, S, M = 440, 20, 22  # all of ROWS fit: one compilation serves them
+case_of = functools.partial(make_case, shape=(T, S, M))
+WRONG_SCALES = dataclasses.replace(quantize(jnp.zeros((2, 9, 16, 16))), scale=jnp.zeros((2, 9, 8)))
 
 
-def make_case(rows, num_heads=4, num_kv_heads=2, page_size=16, dtype=jnp.float32, *, shape=(T, S, M), seed=0):
-    """q, pages and row arrays; rows are filled up with empty ones, tokens with NaN, unused slots hold NaN."""
-    rng = np.random.default_rng(seed)
-    T, S, M = shape
-    head_dim, num_pages = 16, 1 + S * M
-    rows = rows + [(0, 0)] * (S - len(rows))
-    k_pages, v_pages = (np.full((num_kv_heads, num_pages, page_size, head_dim), np.nan) for _ in range(2))
-    order = rng.permutation(np.arange(1, num_pages))
-    page_indices = np.zeros((S, M), np.int32)
-    for s, (_, kv_len) in enumerate(rows):
-        for i in range(-(-kv_len // page_size)):
-            page = page_indices[s, i] = order[s * M + i]
-            n = min(page_size, kv_len - i * page_size)
-            k_pages[:, page, :n] = rng.standard_normal((num_kv_heads, n, head_dim))
-            v_pages[:, page, :n] = rng.standard_normal((num_kv_heads, n, head_dim))
-    q = rng.standard_normal((T, num_heads, head_dim))
-    cu_q_lens = np.cumsum([0] + [q_len for q_len, _ in rows]).astype(np.int32)
-    q[cu_q_lens[-1] :] = np.nan
-    arrays = [jnp.asarray(x, dtype) for x in (q, k_pages, v_pages)]
-    return *arrays, page_indices, np.array([kv_len for _, kv_len in rows], np.int32), cu_q_lens
+@functools.partial(jax.jit, static_argnames=("sliding_window", "soft_cap", "implementation"))
+def attention(q, *rest, **options):
+    return ragged_paged_attention(q, *rest, scale=q.shape[-1] ** -0.5, return_lse=True, **options)
 
 
-def expected(q, k_pages, v_pages, page_indices, kv_lens, cu_q_lens, sliding_window=None):
-    q, k_pages, v_pages = (np.asarray(x, np.float64) for x in (q, k_pages, v_pages))
-    out = np.zeros_like(q)
-    group = q.shape[1] // k_pages.shape[0]
-    for s, kv_len in enumerate(np.asarray(kv_lens)):
-        k, v = (pages[:, page_indices[s]].reshape(pages.shape[0], -1, q.shape[2]) for pages in (k_pages, v_pages))
-        for t in range(cu_q_lens[s], cu_q_lens[s + 1]):
-            position = kv_len - cu_q_lens[s + 1] + t
-            first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-            for n in range(q.shape[1]):
-                scores = k[n // group, first : position + 1] @ q[t, n] * q.shape[2] ** -0.5
-                weights = np.exp(scores - scores.max())
-                out[t, n] = weights / weights.sum() @ v[n // group, first : position + 1]
-    return out
-
-
-@functools.partial(jax.jit, static_argnames=("sliding_window", "implementation"))
-def run(q, *rest, **options):
-    return ragged_paged_attention(q, *rest, scale=q.shape[-1] ** -0.5, **options)
-
-
-def check(case, wanted, num_decode_rows, tolerance=1e-5, **options):
-    rows = None if num_decode_rows is None else np.int32(num_decode_rows)
-    first, second = (np.asarray(run(*case, rows, **options), np.float64) for _ in range(2))
-    valid = case[-1][-1]
-    np.testing.assert_allclose(first[:valid], wanted[:valid], atol=tolerance, rtol=tolerance)
-    np.testing.assert_array_equal(first[valid:], 0)
-    np.testing.assert_array_equal(first, second)
+def check_with(case, wanted, num_decode_rows, tolerance=1e-5, **options):
+    check(functools.partial(attention, **options), case, wanted, num_decode_rows, tolerance)
 
 
 @functools.cache
 def case_and_answer(name, window):
-    case = make_case(ROWS[name][0])
+    case = case_of(ROWS[name][0])
     return case, expected(*case, window)
 
 
 @pytest.mark.parametrize("window", [None, 1, 8, 40, 1000])
-@pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ROWS)
 def test_matches_float64(name, implementation, window):
     case, wanted = case_and_answer(name, window)
-    check(case, wanted, ROWS[name][1], implementation=implementation, sliding_window=window)
+    check_with(case, wanted, ROWS[name][1], implementation=implementation, sliding_window=window)
 
 
 @pytest.mark.parametrize("num_decode_rows", [0, 1, 3])
 def test_number_of_decode_rows_changes_nothing(num_decode_rows):
     case, wanted = case_and_answer("decode", None)
-    check(case, wanted, num_decode_rows, implementation="xla", sliding_window=None)
+    check_with(case, wanted, num_decode_rows, implementation="xla", sliding_window=None)
 
 
 @pytest.mark.parametrize("window", [None, 8])
@@ -103,14 +52,14 @@ def test_all_rows_are_decode_rows(window):
     rows = [(1, 3 + 7 * i) for i in range(19)]
     rows[4] = (1, 352)
     case = make_case(rows, shape=(19, 19, M))
-    check(case, expected(*case, window), None, sliding_window=window)
+    check_with(case, expected(*case, window), None, sliding_window=window)
 
 
 def test_a_schedule_may_be_given():
     case, wanted = case_and_answer("mixed", 8)
     make = jax.jit(make_schedule, static_argnums=(0, 1, 2, 6))
     schedule = make(T, 16, M, *case[-2:], np.int32(2), 8)
-    check(case, wanted, 2, sliding_window=8, schedule=schedule)
+    check_with(case, wanted, 2, sliding_window=8, schedule=schedule)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +73,67 @@ def test_a_schedule_may_be_given():
 )
 def test_heads_page_sizes_and_shapes(rows, num_decode_rows, num_heads, num_kv_heads, page_size, shape):
     case = make_case(rows, num_heads, num_kv_heads, page_size, shape=shape)
-    check(case, expected(*case), num_decode_rows, implementation="xla")
+    check_with(case, expected(*case), num_decode_rows, implementation="xla")
 
 
-@pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bfloat16(implementation):
     rows, num_decode_rows = ROWS["mixed"]
     case = make_case(rows, dtype=jnp.bfloat16, shape=(110, 5, 17))
-    check(case, expected(*case), num_decode_rows, 1e-2, implementation=implementation)
+    check_with(case, expected(*case), num_decode_rows, 1e-2, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("formats", FORMATS)
+def test_quantized_pages(formats, implementation):
+    rows, num_decode_rows = ROWS["mixed"]
+    case = make_case(rows, shape=(110, 5, 17), formats=formats)
+    check_with(case, expected(*case), num_decode_rows, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [None, 8])
+def test_soft_cap(window, implementation):
+    case = case_of(ROWS["mixed"][0])
+    options = {"soft_cap": 0.7}
+    wanted = expected(*case, window, **options)
+    check_with(case, wanted, 2, sliding_window=window, implementation=implementation, **options)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_sinks(implementation):
+    case = case_of(ROWS["mixed"][0])
+    sinks = np.array([-3.0, 0.0, 1.0, 20.0], np.float32)
+    check_with(case, expected(*case, sinks=sinks), 2, sinks=sinks, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("words", [1, 3])
+def test_trees(words, implementation):
+    """A decode row, a plain chunk, and trees of 5 and 32 * words tokens in one batch."""
+    rows = [(1, 31), (9, 30), (5, 70), (32 * words, 32 * words + 40)]
+    mask = np.zeros((160, words), np.uint32)
+    mask[10:15], mask[15 : 15 + 32 * words] = tree_of(5, words), tree_of(32 * words, words, seed=1)
+    case = make_case(rows, shape=(160, 5, 22))
+    wanted = expected(*case, tree_mask=mask)
+    plain = expected(*case)[0]
+    assert not np.allclose(wanted[0][10:15], plain[10:15])
+    np.testing.assert_array_equal(wanted[0][:10], plain[:10])
+    check_with(case, wanted, 1, tree_mask=jnp.asarray(mask), implementation=implementation)
+
+
+def test_results_over_disjoint_keys_merge():
+    """Half of a row's keys at a time, joined by the log-sum-exp, is the whole: what split caches rely on."""
+    rows = [(1, 64), (1, 48)]
+    q, k, v, pages, _, cu = make_case(rows, shape=(2, 2, 4))
+    whole = attention(q, k, v, pages, np.array([64, 48], np.int32), cu, np.int32(2))[0]
+    parts = [
+        attention(q, k, v, pages[:, i : i + 2], np.array(lens, np.int32), cu, np.int32(2))
+        for i, lens in ((0, [32, 32]), (2, [32, 16]))
+    ]
+    total = np.logaddexp(parts[0][1], parts[1][1])
+    merged = sum(np.exp(lse - total)[..., None] * np.asarray(out) for out, lse in parts)
+    np.testing.assert_allclose(merged, whole, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,11 @@ def test_bfloat16(implementation):
         ({"q": jnp.zeros((4, 5, 16))}, "5 query heads must be a multiple of the 2 kv heads"),
         ({"kv_lens": jnp.zeros(3, jnp.int32)}, "kv_lens and cu_q_lens must have shapes"),
         ({"sliding_window": 0}, "sliding_window must be at least 1"),
+        ({"soft_cap": 0.0}, "soft_cap must be positive"),
+        ({"sinks": jnp.zeros(3)}, r"sinks must have shape \[N=4\]"),
+        ({"tree_mask": jnp.zeros((4, 1), jnp.int32)}, r"tree_mask must be u32\[T=4, W\]"),
+        ({"tree_mask": jnp.zeros((4, 1), jnp.uint32), "sliding_window": 4}, "tree_mask and sliding_window exclude"),
+        ({"k_pages": WRONG_SCALES}, r"k_pages.scale must have shape \(2, 9, 16\) for axis 'token'"),
         ({"implementation": "fastest"}, "unknown implementation='fastest'; choose from"),
     ],
 )
