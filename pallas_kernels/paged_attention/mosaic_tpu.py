@@ -29,16 +29,17 @@ def ragged_paged_attention_mosaic_tpu(
     num_decode_rows: Int[Array, ""] | None,
     *,
     scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    tree_mask: UInt32[Array, "T W"] | None = None,
-    schedule: Schedule | None = None,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    tree_mask: UInt32[Array, "T W"] | None,
+    schedule: Schedule | None,
+    with_lse: bool,
     interpret: Any = False,
     tiles: TileConfig | None = None,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
     """DOC"""
     require_tpu(interpret)
-    del schedule
+    del schedule, with_lse
     _require_supported(q, k_pages, v_pages, page_indices, tree_mask)
     T, N, H = q.shape
     S, M = page_indices.shape
@@ -49,17 +50,13 @@ def ragged_paged_attention_mosaic_tpu(
     token = jnp.arange(T, dtype=jnp.int32)
     row = jnp.minimum(jnp.sum(cu_q_lens[None, 1:] <= token[:, None], axis=1, dtype=jnp.int32), S - 1)
 
-    hidden = None
-    if tree_mask is not None:  # a single token that the tree hides from itself
-        words = tree_mask[jnp.minimum(cu_q_lens[:-1], T - 1)]
-        hidden = (jnp.any(words != 0, axis=1) & ((words[:, 0] & 1) == 0)).astype(jnp.int32)
     options = {"scale": scale, "soft_cap": soft_cap, "interpret": interpret}
     out, lse = decode(
-        q, k_pages, v_pages, page_indices, decode_work(kv_lens, cu_q_lens, hidden, sliding_window),
+        q, k_pages, v_pages, page_indices, decode_work(kv_lens, cu_q_lens, sliding_window),
         block_k=_whole_pages(tiles.decode_block_k, page_size), **options,
     )  # fmt: skip
     if num_decode_rows is not None:
-        work = prefill_work(kv_lens, cu_q_lens, T, tiles.prefill_block_q, sliding_window, tree_mask is not None)
+        work = prefill_work(kv_lens, cu_q_lens, T, tiles.prefill_block_q, sliding_window)
         outs = prefill(
             q, k_pages, v_pages, page_indices, kv_lens, cu_q_lens, work, sliding_window=sliding_window,
             tree_mask=tree_mask, block_q=tiles.prefill_block_q,
@@ -68,8 +65,7 @@ def ragged_paged_attention_mosaic_tpu(
         is_decode = jnp.diff(cu_q_lens)[row] == 1
         out = jnp.where(is_decode[:, None, None], out, outs[0])
         lse = jnp.where(is_decode[:, None], lse, outs[1])
-    keys = kv_lens if hidden is None else jnp.where(jnp.diff(cu_q_lens) == 1, kv_lens - hidden, kv_lens)
-    is_real = (token < cu_q_lens[-1]) & (keys[row] > 0)
+    is_real = token < cu_q_lens[-1]
     return (
         jnp.where(is_real[:, None, None], out, jnp.zeros_like(out)),
         jnp.where(is_real[:, None], lse, -jnp.inf),

@@ -184,9 +184,8 @@ def _kernel(
                 word = jnp.where(key_token >> 5 == w, words[:, w : w + 1], word)
                 any_word |= words[:, w : w + 1]
             in_tree = (lax.shift_right_logical(word, key_token & 31) & 1) == 1
-            in_tree = ((key_token < 0) | in_tree) & (key < kv_len)
-            is_tree = jnp.broadcast_to(any_word, shape) != 0
-            mask = (is_tree & in_tree) | (~is_tree & mask)
+            no_tree = jnp.broadcast_to(any_word, shape) == 0
+            mask &= no_tree | in_tree | (key_token < 0) | (key == position)
         return mask & (token >= first) & (token < end)
 
     def block(i: jax.Array, b: jax.Array, slot: jax.Array) -> None:

@@ -20,31 +20,20 @@ class WorkList(NamedTuple):
     count: jax.Array  # i32[1]
 
 
-def decode_work(
-    kv_lens: Int[Array, " S"], cu_q_lens: Int[Array, " S+1"], hidden: Int[Array, " S"] | None, window: int | None
-) -> WorkList:
-    """Returns one item for each row with one query token that sees a key.
-
-    Args:
-        kv_lens: keys of each row.
-        cu_q_lens: prefix sum of the query lengths.
-        hidden: newest keys that the row's token does not see (a tree mask may hide a token from itself).
-        window: width of the sliding window, or None.
-    """
+def decode_work(kv_lens: Int[Array, " S"], cu_q_lens: Int[Array, " S+1"], window: int | None) -> WorkList:
+    """Returns one item for each row with one query token; arguments as for `prefill_work`."""
     S = kv_lens.shape[0]
-    keys = kv_lens if hidden is None else kv_lens - hidden
-    row = _first_where((jnp.diff(cu_q_lens) == 1) & (keys > 0))
+    row = _first_where((jnp.diff(cu_q_lens) == 1) & (kv_lens > 0))
     in_row = jnp.minimum(row, S - 1)
-    end = keys[in_row]
-    start = jnp.zeros_like(end) if window is None else jnp.maximum(kv_lens[in_row] - window, 0)
+    end = kv_lens[in_row]
+    start = jnp.zeros_like(end) if window is None else jnp.maximum(end - window, 0)
     one = jnp.ones_like(end)
     return _work_list([cu_q_lens[in_row], in_row, start, end, one, one], row < S)
 
 
 def prefill_work(
-    kv_lens: Int[Array, " S"], cu_q_lens: Int[Array, " S+1"], num_tokens: int, block_q: int, window: int | None,
-    sees_whole_row: bool,
-) -> WorkList:  # fmt: skip
+    kv_lens: Int[Array, " S"], cu_q_lens: Int[Array, " S+1"], num_tokens: int, block_q: int, window: int | None
+) -> WorkList:
     """Returns one item for each row with several query tokens and each tile that it touches.
 
     Args:
@@ -53,7 +42,6 @@ def prefill_work(
         num_tokens: T.
         block_q: query tokens of a tile; tiles are fixed parts of the T tokens, so that copies are aligned.
         window: width of the sliding window, or None.
-        sees_whole_row: a tree mask decides among the row's tokens: nothing is cut off at the diagonal.
     """
     S = kv_lens.shape[0]
     q_lens = jnp.diff(cu_q_lens)
@@ -70,7 +58,6 @@ def prefill_work(
     shift = kv_lens[row] - cu_q_lens[row + 1]  # position of a token minus its index
     first = shift + jnp.maximum(tile * block_q, cu_q_lens[row])
     end = shift + jnp.minimum((tile + 1) * block_q, cu_q_lens[row + 1])
-    end = kv_lens[row] if sees_whole_row else end
     start = jnp.zeros_like(first) if window is None else jnp.maximum(first - (window - 1), 0)
     marked = jnp.where(is_item, tile, -1)
     opens = marked != jnp.pad(marked, (1, 0), constant_values=-2)[:-1]
