@@ -1,0 +1,177 @@
+"""Ragged paged attention on TPU, interpreted, against float64 loops; unused slots hold NaN."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.pages import quantize
+from pallas_kernels.paged_attention import mosaic_tpu_pages
+from pallas_kernels.paged_attention.mosaic_tpu import ragged_paged_attention_mosaic_tpu
+from pallas_kernels.paged_attention.mosaic_tpu_work import COLUMNS, decode_work, prefill_work
+from pallas_kernels.paged_attention.tpu_tiles import VMEM_BYTES, TileConfig, choose_tiles
+from tests.pallas_kernels.paged_cases import FORMATS, ROWS, check, expected, make_case, tree_of
+from tests.pallas_kernels.targets import lower
+
+T, S, M = 440, 20, 22  # all of ROWS fit: one compilation serves them
+case_of = functools.partial(make_case, shape=(T, S, M))
+TILES = TileConfig(decode_block_k=64, prefill_block_q=32, prefill_block_k=48)
+MIXED = [(1, 31), (1, 2), (9, 30), (24, 24), (3, 270)]  # rows that share tiles, and one that fills none
+SMALL = (40, 5, 17)
+
+
+def attention_with(q, *rest, sliding_window=None, soft_cap=None, tree_mask=None, interpret=True, tiles=TILES):
+    return ragged_paged_attention_mosaic_tpu(
+        q, *rest, scale=q.shape[-1] ** -0.5, sliding_window=sliding_window, soft_cap=soft_cap, tree_mask=tree_mask,
+        schedule=None, with_lse=True, interpret=interpret, tiles=tiles,
+    )  # fmt: skip
+
+
+attention = jax.jit(attention_with, static_argnames=("sliding_window", "soft_cap", "tiles", "interpret"))
+
+
+def check_with(case, wanted, num_decode_rows, tolerance=1e-5, **options):
+    check(functools.partial(attention, **options), case, wanted, num_decode_rows, tolerance)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_matches_float64(name):
+    case = case_of(ROWS[name][0])
+    check_with(case, expected(*case), ROWS[name][1])
+
+
+@pytest.mark.parametrize("window", [pytest.param(1, marks=pytest.mark.slow), 40])
+@pytest.mark.parametrize("name", ["decode", "chunk", "prefill_more_than_a_tile", "mixed", "empty_rows"])
+def test_sliding_window(name, window):
+    case = case_of(ROWS[name][0])
+    check_with(case, expected(*case, window), ROWS[name][1], sliding_window=window)
+
+
+@pytest.mark.parametrize("formats", [name if name in ("int8", "kivi2") else pytest.param(name, marks=pytest.mark.slow)
+                                     for name in FORMATS])  # fmt: skip
+def test_quantized_pages(formats):
+    case = make_case(MIXED, shape=SMALL, formats=formats)
+    check_with(case, expected(*case), 2)
+
+
+def test_bfloat16_and_soft_cap():
+    case = make_case(MIXED, shape=SMALL, dtype=jnp.bfloat16)
+    check_with(case, expected(*case, soft_cap=0.7), 2, 1e-2, soft_cap=0.7)
+
+
+@pytest.mark.slow
+def test_bfloat16_over_int8_pages():
+    q, *rest = make_case(MIXED, shape=SMALL, formats="int8")
+    case = (q.astype(jnp.bfloat16), *rest)
+    check_with(case, expected(*case), 2, 1e-2)
+
+
+def test_trees():
+    """A decode row, a plain chunk, and trees of 5 and 96 tokens in one batch."""
+    rows = [(1, 31), (9, 30), (5, 70), (96, 136)]
+    mask = np.zeros((160, 3), np.uint32)
+    mask[0] = 2  # names no token of its row: it still sees itself
+    mask[10:15], mask[15:111] = tree_of(5, 3), tree_of(96, 3, seed=1)
+    case = make_case(rows, shape=(160, 5, 22))
+    check_with(case, expected(*case, tree_mask=mask), 1, tree_mask=jnp.asarray(mask))
+
+
+def test_all_rows_are_decode_rows():
+    rows = [(1, 3 + 7 * i) for i in range(19)]
+    rows[4] = (1, 352)
+    case = make_case(rows, shape=(19, 19, M))
+    check_with(case, expected(*case), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rows", "num_heads", "num_kv_heads", "page_size", "shape"),
+    [
+        ([(1, 31), (1, 2), (9, 30), (3, 70)], 3, 3, 1, (17, 4, 300)),
+        ([(1, 300), (1, 2), (140, 301)], 6, 1, 64, (142, 5, 5)),
+        ([(1, 64), (2, 64), (1, 128), (16, 65)], 9, 9, 32, (20, 4, 4)),  # unrolled no more
+        ([(1, 700), (9, 30), (3, 520)], 9, 3, 512, (16, 3, 2)),
+    ],
+)
+def test_heads_page_sizes_and_chosen_tiles(rows, num_heads, num_kv_heads, page_size, shape):
+    case = make_case(rows, num_heads, num_kv_heads, page_size, shape=shape)
+    check_with(case, expected(*case), 1, tiles=None)
+
+
+TINY = TileConfig(decode_block_k=8, prefill_block_q=16, prefill_block_k=8)
+
+
+def detect_races(rows=((1, 9), (1, 12), (3, 17), (2, 5))):
+    case = make_case(list(rows), 2, 1, 4, shape=(8, 4, 5), head_dim=8)
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
+    out, _ = attention_with(*case, np.int32(2), tiles=TINY, interpret=params)
+    return np.asarray(out), expected(*case)[0], case[-1][-1]
+
+
+def test_is_free_of_races():
+    out, wanted, valid = detect_races()
+    np.testing.assert_allclose(out[:valid], wanted[:valid], atol=1e-5)
+
+
+def test_race_detector_reports_a_missing_wait(monkeypatch):
+    monkeypatch.setattr(mosaic_tpu_pages.BlockLoop, "wait", lambda *_: None)
+    with pytest.raises(Exception, match="(?i)race"):
+        detect_races()
+
+
+def items_of(work):
+    return np.asarray(work.items).reshape(-1, COLUMNS)[: int(work.count[0])].tolist()
+
+
+def test_work_lists():
+    kv_lens = jnp.array([7, 0, 40, 9, 5], jnp.int32)
+    cu_q_lens = jnp.array([0, 1, 1, 21, 24, 25], jnp.int32)  # one token, none, 20, 3, one
+    assert items_of(decode_work(kv_lens, cu_q_lens, None)) == [[0, 0, 0, 7, 1, 1], [24, 4, 0, 5, 1, 1]]
+    assert items_of(decode_work(kv_lens, cu_q_lens, 4)) == [[0, 0, 3, 7, 1, 1], [24, 4, 1, 5, 1, 1]]
+    tiles = [[0, 2, 0, 35, 1, 1], [1, 2, 0, 40, 1, 0], [1, 3, 0, 9, 0, 1]]
+    assert items_of(prefill_work(kv_lens, cu_q_lens, 25, 16, None)) == tiles
+    windowed = [[0, 2, 17, 35, 1, 1], [1, 2, 32, 40, 1, 0], [1, 3, 3, 9, 0, 1]]
+    assert items_of(prefill_work(kv_lens, cu_q_lens, 25, 16, 4)) == windowed
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(32, 8, 128), (128, 8, 128), (32, 32, 128), (8, 1, 256)])
+@pytest.mark.parametrize("num_tokens", [1, 128, 8192])
+def test_tiles_fit_vmem(num_tokens, num_heads, num_kv_heads, head_dim):
+    tiles = choose_tiles(num_tokens, num_heads, num_kv_heads, head_dim, 131072)
+    block = num_kv_heads * max(tiles.decode_block_k, tiles.prefill_block_k) * head_dim
+    state = num_heads * tiles.prefill_block_q * (head_dim * (4 + 3 * 4) + 2 * 128 * 4)
+    assert 4 * block * 4 + state < VMEM_BYTES
+
+
+@pytest.mark.parametrize("target", ["v5e", "v6e"])
+@pytest.mark.parametrize("formats", [None, {"bits": 8}, {"bits": 4, "axis": "channel"}])
+def test_lowers_for_tpu(formats, target):
+    T, S, M, K, N, H, page_size = 64, 16, 16, 2, 8, 128, 16
+    pages = jnp.zeros((K, 64, page_size, H), jnp.bfloat16)
+    shapes = [jnp.zeros((T, N, H), jnp.bfloat16), pages, pages, jnp.zeros((S, M), jnp.int32)]
+    shapes += [jnp.zeros(S, jnp.int32), jnp.zeros(S + 1, jnp.int32), jnp.int32(0)]
+    if formats:
+        shapes[1:3] = (quantize(pages, **formats),) * 2
+    text = lower(functools.partial(attention_with, interpret=False, tiles=None), *shapes, target=target)
+    assert text.count("tpu_custom_call") == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": jnp.zeros((4, 4, 16), jnp.float16)}, "q must be bfloat16 or float32"),
+        ({"v_pages": jnp.zeros((2, 9, 16, 16), jnp.float16)}, "v_pages must be bfloat16, float32 or quantized"),
+        ({"page_indices": jnp.zeros((1, 400_000), jnp.int32)}, "the page table .* takes 1600000 bytes"),
+        ({"tree_mask": jnp.zeros((4, 17), jnp.uint32)}, "trees of 544 tokens"),
+        ({"interpret": False}, "mosaic_tpu needs a TPU"),
+    ],
+)
+def test_declines(change, message):
+    names = ("q", "k_pages", "v_pages", "page_indices", "kv_lens", "cu_q_lens")
+    case = dict(zip(names, make_case([(1, 4)], shape=(4, 1, 8)))) | {"num_decode_rows": jnp.int32(1)} | change
+    keywords = {name: case.pop(name) for name in ("tree_mask", "interpret") if name in case}
+    with pytest.raises(NotImplementedError, match=message):
+        attention_with(*case.values(), **keywords)
