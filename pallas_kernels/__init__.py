@@ -1,11 +1,9 @@
-"""Attention and cache kernels, one folder an operation.
+"""Attention, cache and matrix kernels for inference: one operation a folder, importable without jaxinfer.
 
-Every folder has the same files: `api.py` (arguments, checks, dispatch), `reference.py` (plain jnp: the one
-semantic that every backend is tested against) and one file per backend.
+    from pallas_kernels.paged_attention import ragged_paged_attention
+
+Every folder has the same files: `api.py` (arguments, checks, dispatch), `reference.py` (plain jnp: the one semantic
+that every backend is tested against), one file per backend (`xla.py`, `mosaic_gpu*.py` for Hopper, `mosaic_tpu*.py`),
+`tiles.py` (tile sizes with their reasons) and `specs.py` (named cases for tests, compile checks and benchmarks).
+Backends are imported when they are used.
 """
-
-from pallas_kernels.kv_write.api import write_kv
-from pallas_kernels.paged_attention.api import ragged_paged_attention
-from pallas_kernels.paged_attention.schedule import Schedule, make_schedule
-
-__all__ = ["Schedule", "make_schedule", "ragged_paged_attention", "write_kv"]

@@ -10,7 +10,8 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.model.batch import TokenBatch
 from jaxinfer.model.layers import Linear, RMSNorm
 from jaxinfer.model.rope import apply_rope
-from pallas_kernels import Schedule, ragged_paged_attention, write_kv
+from pallas_kernels.kv_write import write_kv
+from pallas_kernels.paged_attention import Schedule, ragged_paged_attention
 
 
 class Attention(nn.Module):

@@ -13,7 +13,7 @@ from jaxinfer.model.batch import TokenBatch
 from jaxinfer.model.kv_cache import KVCache
 from jaxinfer.model.layers import MLP, Embedding, RMSNorm, linear
 from jaxinfer.model.rope import rope_tables
-from pallas_kernels import Schedule, make_schedule
+from pallas_kernels.paged_attention import Schedule, make_schedule
 
 
 def forward(decoder: "Decoder", params: Any, cache: KVCache, batch: TokenBatch) -> tuple[Float[Array, "T D"], KVCache]:

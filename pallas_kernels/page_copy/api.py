@@ -33,7 +33,7 @@ def _implementations(name: str, reference: Any) -> dict[str, Any]:
     return {"mosaic_gpu": _lazy(name, "mosaic_gpu"), "mosaic_tpu": _lazy(name, "mosaic_tpu"), "xla": reference}
 
 
-COPY_IMPLEMENTATIONS = _implementations("copy_pages", copy_pages_reference)
+IMPLEMENTATIONS = _implementations("copy_pages", copy_pages_reference)
 GATHER_IMPLEMENTATIONS = _implementations("gather_pages", gather_pages_reference)
 SCATTER_IMPLEMENTATIONS = _implementations("scatter_pages", scatter_pages_reference)
 
@@ -67,7 +67,7 @@ def copy_pages(
     _check_pages(pages)
     if source.ndim != 1 or source.shape != destination.shape:
         raise ValueError(f"source and destination must have shape [C], got {source.shape} and {destination.shape}")
-    return dispatch("copy_pages", COPY_IMPLEMENTATIONS, implementation, pages, source, destination, disjoint=disjoint)
+    return dispatch("copy_pages", IMPLEMENTATIONS, implementation, pages, source, destination, disjoint=disjoint)
 
 
 def gather_pages(pages: Any, source: Int[Array, " C"], *, implementation: str | None = None) -> Any:

@@ -11,16 +11,26 @@ from pallas_kernels.paged_attention.reference import ragged_paged_attention_refe
 from pallas_kernels.paged_attention.schedule import Schedule
 from pallas_kernels.paged_attention.xla import ragged_paged_attention_xla
 from pallas_kernels.pages import Pages, QuantizedPages
+from pallas_kernels.target import require_hopper, require_tpu
 
 
 def _mosaic_gpu(*args: Any, **kwargs: Any) -> Any:
+    require_hopper(interpret=False)  # before the import, which takes longer than a refusal should
     from pallas_kernels.paged_attention.mosaic_gpu import ragged_paged_attention_mosaic_gpu
 
     return ragged_paged_attention_mosaic_gpu(*args, **kwargs)
 
 
+def _mosaic_tpu(*args: Any, **kwargs: Any) -> Any:
+    require_tpu(interpret=False)
+    from pallas_kernels.paged_attention.mosaic_tpu import ragged_paged_attention_mosaic_tpu
+
+    return ragged_paged_attention_mosaic_tpu(*args, **kwargs)
+
+
 IMPLEMENTATIONS = {
     "mosaic_gpu": _mosaic_gpu,
+    "mosaic_tpu": _mosaic_tpu,
     "xla": ragged_paged_attention_xla,
     "reference": ragged_paged_attention_reference,
 }
@@ -73,7 +83,7 @@ def ragged_paged_attention(
             of a step; None makes it here.
         return_lse: also return f32[T, N], the logarithm of the sum of exp(score) over the keys (sinks left out);
             -inf for padding. Results over disjoint keys can be merged with it.
-        implementation: "mosaic_gpu" (Hopper), "xla", "reference", or None for the fastest that accepts the arguments.
+        implementation: "mosaic_gpu" (Hopper), "mosaic_tpu", "xla", "reference", or None for the fastest that accepts the arguments.
 
     Raises:
         ValueError: shapes do not fit together, or the implementation is unknown.

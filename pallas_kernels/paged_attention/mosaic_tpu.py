@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels.pages import Pages, QuantizedPages
 from pallas_kernels.paged_attention.mosaic_tpu_decode import decode
 from pallas_kernels.paged_attention.mosaic_tpu_prefill import prefill
 from pallas_kernels.paged_attention.mosaic_tpu_work import decode_work, prefill_work
 from pallas_kernels.paged_attention.schedule import Schedule
 from pallas_kernels.paged_attention.tpu_tiles import TileConfig, choose_tiles
+from pallas_kernels.pages import Pages, QuantizedPages
 from pallas_kernels.target import require_tpu
 
 MAX_TABLE_BYTES = 3 * 2**18  # of the 1 MiB of scalar memory
@@ -81,7 +81,9 @@ def _require_supported(
 ) -> None:
     """Declines what the kernels can not do, with the reason."""
     if q.dtype not in (jnp.bfloat16, jnp.float32):
-        raise NotImplementedError(f"mosaic_tpu: q must be bfloat16 or float32, a TPU computes in no other; got {q.dtype}")
+        raise NotImplementedError(
+            f"mosaic_tpu: q must be bfloat16 or float32, a TPU computes in no other; got {q.dtype}"
+        )
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         if not isinstance(pages, QuantizedPages) and pages.dtype not in (jnp.bfloat16, jnp.float32):
             raise NotImplementedError(f"mosaic_tpu: {name} must be bfloat16, float32 or quantized, got {pages.dtype}")

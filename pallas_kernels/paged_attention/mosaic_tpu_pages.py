@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.pages import Pages, QuantizedPages
 from pallas_kernels.paged_attention.mosaic_tpu_work import COLUMNS, KEY_END, KEY_START, ROW
+from pallas_kernels.pages import Pages, QuantizedPages
 
 MASK_VALUE = -1e30  # finite: exp(MASK_VALUE - m) is 0 for the m of any score, and nothing becomes NaN
 

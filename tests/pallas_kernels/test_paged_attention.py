@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import make_schedule, ragged_paged_attention
+from pallas_kernels.paged_attention import make_schedule, ragged_paged_attention
 from pallas_kernels.pages import quantize
 from tests.pallas_kernels.paged_cases import FORMATS, ROWS, check, expected, make_case, tree_of
 

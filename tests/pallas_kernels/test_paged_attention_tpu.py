@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.pages import quantize
 from pallas_kernels.paged_attention import mosaic_tpu_pages
 from pallas_kernels.paged_attention.mosaic_tpu import ragged_paged_attention_mosaic_tpu
 from pallas_kernels.paged_attention.mosaic_tpu_work import COLUMNS, decode_work, prefill_work
 from pallas_kernels.paged_attention.tpu_tiles import VMEM_BYTES, TileConfig, choose_tiles
+from pallas_kernels.pages import quantize
 from tests.pallas_kernels.paged_cases import FORMATS, ROWS, check, expected, make_case, tree_of
 from tests.pallas_kernels.targets import lower
 
@@ -137,7 +137,9 @@ def test_work_lists():
     assert items_of(prefill_work(kv_lens, cu_q_lens, 25, 16, 4)) == windowed
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(32, 8, 128), (128, 8, 128), (32, 32, 128), (8, 1, 256)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(32, 8, 128), (128, 8, 128), (32, 32, 128), (8, 1, 256)]
+)
 @pytest.mark.parametrize("num_tokens", [1, 128, 8192])
 def test_tiles_fit_vmem(num_tokens, num_heads, num_kv_heads, head_dim):
     tiles = choose_tiles(num_tokens, num_heads, num_kv_heads, head_dim, 131072)

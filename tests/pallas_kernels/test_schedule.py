@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels import make_schedule
+from pallas_kernels.paged_attention import make_schedule
 from pallas_kernels.paged_attention.schedule import (
     BLOCK_BASE,
     BLOCK_END,

@@ -70,7 +70,7 @@ def _paged_spec(name: str, rows: list[tuple[int, int]], H: int, **options: Any) 
 
 
 def _run_paged(H: int, **options: Any) -> Any:
-    from pallas_kernels import ragged_paged_attention
+    from pallas_kernels.paged_attention import ragged_paged_attention
 
     return functools.partial(ragged_paged_attention, scale=H**-0.5, **options)
 

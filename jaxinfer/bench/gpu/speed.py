@@ -43,7 +43,7 @@ def decode_items(dry_run: bool) -> Items:
 
 
 def _decode(rows: int, keys: int, page_size: int, implementation: str | None) -> dict[str, Any]:
-    from pallas_kernels import ragged_paged_attention
+    from pallas_kernels.paged_attention import ragged_paged_attention
 
     N, K, H = LLAMA_8B.values()
     pages = rows * keys // page_size
