@@ -113,7 +113,7 @@ class RowFormat:
         transforms = ()
         if self.swizzle:
             tile = (1, self.swizzle // self.stored_dtype.itemsize)
-            transforms = (plgpu.TilingTransform(tile), plgpu.SwizzleTransform(self.swizzle))
+            transforms = (plgpu.TilingTransform(tile), plgpu.SwizzleTransform(self.swizzle))  # pyright: ignore[reportAbstractUsage]
         stored = plgpu.SMEM((REGISTER_ROWS, self.pitch), self.stored_dtype, transforms=transforms)
         scales = [plgpu.SMEM((REGISTER_ROWS,), jnp.float32) for _ in range(self.num_scales)]
         x = {} if self.is_copy else {"x": plgpu.SMEM((REGISTER_ROWS, self.H), self.dtype)}
