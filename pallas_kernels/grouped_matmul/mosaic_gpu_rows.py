@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul.tiles import TileConfig
 from pallas_kernels.grouped_matmul.work import BLOCK, END, GROUP, START
 
+plgpu: Any = mosaic_gpu  # its types are not exported
 WARPGROUP_ROWS = 64  # M of wgmma
 
 
@@ -61,10 +62,10 @@ def grouped_rows(
     parts = my_cols // io_cols
 
     def kernel(*refs: Any) -> None:
-        x_gmem, w_gmem, items_gmem, count_gmem, *refs = refs
-        row_gmem = refs.pop(0) if row_of is not None else None
-        base_gmem = refs.pop(0) if base is not None else None
-        out_gmem, x_smem, w_smem, io_smem, full, empty, io_full, io_empty = refs
+        x_gmem, w_gmem, items_gmem, count_gmem, *rest = refs
+        row_gmem: Any = rest.pop(0) if row_of is not None else None
+        base_gmem: Any = rest.pop(0) if base is not None else None
+        out_gmem, x_smem, w_smem, io_smem, full, empty, io_full, io_empty = rest
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         num_items = count_gmem[0]
         units = num_items * (n_tiles * t.splits)
@@ -147,7 +148,7 @@ def grouped_rows(
             at_cols = pl.ds(first_col, my_cols)
 
             def multiply(step: jax.Array, done: jax.Array) -> jax.Array:
-                _, block, start, end, col, split, steps = unit(step)
+                block, start, end, col, split, steps = unit(step)[1:]
                 io = lax.rem(step, io_slots)
 
                 def product(acc: Any) -> jax.Array:
