@@ -61,6 +61,7 @@ CASES = {
     "window_more_keys": Case(65, 300, sliding_window=70, soft_cap=4.0),
     "window_more_queries": Case(200, 129, sliding_window=40),
     "window_above_length": Case(66, 66, sliding_window=1000),
+    "segments_one": Case(65, 65, segments=((65, 65),)),  # ranges of ids that meet in one number
     "segments": Case(200, 200, num_heads=4, num_kv_heads=2, segments=((3, 3), (130, 130), (40, 40), (20, 20))),
     "segments_batch": Case(130, 130, batch=2, segments=((65, 65), (50, 50)), soft_cap=5.0),
     "segments_window": Case(260, 260, segments=((150, 150), (90, 90)), sliding_window=33),

@@ -17,7 +17,7 @@ from pallas_kernels.flash_attention.vjp import with_backward
 from tests.pallas_kernels.flash_attention.cases import CASES, check_twice, make
 from tests.pallas_kernels.targets import lower
 
-ALWAYS = ["one", "edge_65", "more_queries", "segments_all_options"]
+ALWAYS = ["segments_one", "more_queries", "segments_all_options"]
 
 
 def interpreted(monkeypatch, tiles=None, interpret=True):
