@@ -28,8 +28,8 @@ def flash_attention_mosaic_gpu(
     FlashAttention-3 (Shah et al., 2024): a thread block owns 128 queries of one head. One warpgroup copies K and V
     by TMA into rings of shared memory; two consumer warpgroups own 64 queries each. The scores of a block and the
     values of the block before are in flight together, and the softmax of the one runs under the latter (2-stage
-    pipelining); the two warpgroups take turns at the tensor core, so that the softmax of each also runs under the matmuls of the other
-    (ping-pong). Softmax is in base 2 with log2(e) folded into the scale.
+    pipelining); the two warpgroups take turns at the tensor core, so that the softmax of each also
+    runs under the matmuls of the other (ping-pong). Softmax is in base 2 with log2(e) folded into the scale.
 
     Key blocks that no query of the tile sees are not loaded; those at the edges of causal mask and window are visited
     first, with a mask and without the pipelining of the rest, for which registers would be short. With segment ids
@@ -42,7 +42,8 @@ def flash_attention_mosaic_gpu(
     Expected on H200 at H = 128, long and unmasked: 65-75 % of 989 TFLOP/s. The matmuls of a 64 x 128 block take
     1,024 cycles of the tensor core, its softmax about 350 cycles of issue (128 of them exp2, at 16 a cycle and SM
     quarter), which the turns hide; what is lost is the start of a tile, the masked blocks and the power limit. H = 64
-    halves the matmuls of the same softmax: about 50 %. FlashAttention-3 reports 75 % and 50 %. Not measured on hardware.
+    halves the matmuls of the same softmax: about 50 %. FlashAttention-3 reports 75 % and 50 %. Not measured on
+    hardware.
 
     Raises:
         NotImplementedError: no Hopper GPU, or a dtype or head dim without tiles.
