@@ -89,8 +89,13 @@ def _verdict(declined: dict[str, str], num_cases: int) -> str:
         by_reason.setdefault(reason, []).append(case)
     if len(declined) == num_cases and len(by_reason) == 1:
         return f"declined: {next(iter(by_reason))}"
-    reasons = "; ".join(f"{', '.join(cases)}: {reason}" for reason, cases in by_reason.items())
-    return f"runs {num_cases - len(declined)} of {num_cases} cases; declined {reasons}"
+    reasons = "; ".join(f"{_some(cases)}: {reason}" for reason, cases in by_reason.items())
+    runs = f"runs {num_cases - len(declined)} of {num_cases} cases; " if len(declined) < num_cases else ""
+    return f"{runs}declined {reasons}"
+
+
+def _some(cases: list[str]) -> str:
+    return ", ".join(cases) if len(cases) <= 2 else f"{len(cases)} cases ({cases[0]}, ...)"
 
 
 def _print_table(found: dict[str, Any]) -> None:
