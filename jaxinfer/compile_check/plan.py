@@ -97,7 +97,8 @@ def make_plan(
 
 
 def _model_config(stored: Mapping[str, Any]) -> ModelConfig:
-    options = dict(stored)
+    options: dict[str, Any] = dict(stored)
     if scaling := options["rope_scaling"]:
         options["rope_scaling"] = RopeScaling(**scaling | {"factors": tuple(scaling["factors"])})
-    return ModelConfig(**options | {name: tuple(options[name]) for name in ("layer_windows", "layer_rope")})
+    options.update({name: tuple(options[name]) for name in ("layer_windows", "layer_rope")})
+    return ModelConfig(**options)

@@ -12,6 +12,7 @@ from jaxinfer.model.layers import Linear, RMSNorm
 from jaxinfer.model.rope import apply_rope
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import Schedule, ragged_paged_attention
+from pallas_kernels.pages import Pages
 
 
 class Attention(nn.Module):
@@ -28,11 +29,11 @@ class Attention(nn.Module):
         self,
         x: Float[Array, "T D"],
         rope: tuple[jax.Array, jax.Array],
-        k_pages: jax.Array,
-        v_pages: jax.Array,
+        k_pages: Pages,
+        v_pages: Pages,
         batch: TokenBatch,
         schedule: Schedule,
-    ) -> tuple[Float[Array, "T D"], jax.Array, jax.Array]:
+    ) -> tuple[Float[Array, "T D"], Pages, Pages]:
         """Returns f[T, D] and the layer's pages with this step's keys and values written."""
         c, T = self.config, x.shape[0]
 

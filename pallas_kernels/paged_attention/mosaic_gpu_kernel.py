@@ -160,7 +160,7 @@ def _attend(
         k = k_ring.take(scratch.k, turn, block, kv_len, masked=False, fixes=warpgroup == 0)
         s = pl.run_scoped(
             lambda scores: (plgpu.wgmma(scores, q_smem, k.transpose((1, 0))), scores[...])[1],
-            plgpu.ACC((BLOCK_Q, block_k), jnp.float32),
+            plgpu.WGMMAAccumulatorRef((BLOCK_Q, block_k), jnp.float32),
         )
         k_ring.release(scratch.k, turn)
         if c.soft_cap is None:
@@ -175,7 +175,7 @@ def _attend(
         l = l * alpha + p.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
         v = v_ring.take(scratch.v, turn, block, kv_len, masked=masked, fixes=warpgroup == 0)
-        acc = pl.run_state(lambda ref: plgpu.wgmma(ref, p.astype(c.dtype), v))(plgpu.ACC.init(acc))
+        acc = pl.run_state(lambda ref: plgpu.wgmma(ref, p.astype(c.dtype), v))(plgpu.WGMMAAccumulatorRef.init(acc))
         v_ring.release(scratch.v, turn)
         return acc, m_new, l
 

@@ -23,7 +23,9 @@ def parts(pages: Pages) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
 def swizzled(width: int) -> Any:
     """Returns the layout that wgmma and TMA read without bank conflicts, for 16-bit rows used `width` at a time."""
     swizzle = plgpu.find_swizzle(width * 16)
-    return (plgpu.TilingTransform((8, swizzle * 8 // 16)), plgpu.SwizzleTransform(swizzle))
+    tiling: Any = plgpu.TilingTransform
+    swizzling: Any = plgpu.SwizzleTransform
+    return tiling((8, swizzle // 2)), swizzling(swizzle)
 
 
 class RingMemory(NamedTuple):

@@ -111,7 +111,7 @@ def ragged_paged_attention_xla(
             v = jnp.where(is_written[None, :, :, None], v, jnp.zeros_like(v))  # 0 * NaN is NaN: unwritten slots
 
             fresh = index == item[BLOCK_START]
-            m, l, acc = (jnp.where(fresh, a, b) for a, b in zip(_empty(K, rows, num_q * (N // K), H), state))
+            m, l, acc = (jnp.where(fresh, a, b) for a, b in zip(_empty(K, rows, num_q * (N // K), H), state[:3]))
             scores = jnp.einsum("krqh,krsh->krqs", tile, k, preferred_element_type=jnp.float32)
             if soft_cap is not None:
                 scores = soft_cap * jnp.tanh(scores / soft_cap)

@@ -1,7 +1,6 @@
 """Cases of the quantized matmul at the matrices of Llama 3 8B."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -80,5 +79,5 @@ def _spec(name: str, M: int, matrix: str) -> KernelSpec:
 
 
 SPECS: tuple[KernelSpec, ...] = tuple(
-    _spec(name, M, matrix) for matrix, rows in _ROWS.items() for M, name in itertools.product(rows, ("bf16", *_FORMATS))
+    _spec(name, M, matrix) for matrix, rows in _ROWS.items() for M in rows for name in ("bf16", *_FORMATS)
 )

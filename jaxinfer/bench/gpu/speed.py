@@ -54,7 +54,7 @@ def _decode(rows: int, keys: int, page_size: int, implementation: str | None) ->
     lens = jnp.full(rows, keys, jnp.int32)
     run = functools.partial(ragged_paged_attention, scale=H**-0.5, implementation=implementation)
     timing = time_device(
-        lambda q, k, v, *ints: run(q, k, v, *ints, None), q, k, v, table, lens, jnp.arange(rows + 1, dtype=jnp.int32)
+        lambda *arrays: run(*arrays, num_decode_rows=None), q, k, v, table, lens, jnp.arange(rows + 1, dtype=jnp.int32)
     )
     return timing.as_data(bytes_per_s=4.0 * rows * keys * K * H)
 
