@@ -10,7 +10,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.pages import Pages
 from pallas_kernels.paged_attention.mosaic_tpu_pages import (
     MASK_VALUE,
     BlockLoop,
@@ -24,6 +23,7 @@ from pallas_kernels.paged_attention.mosaic_tpu_pages import (
 )
 from pallas_kernels.paged_attention.mosaic_tpu_work import TILE, WorkList
 from pallas_kernels.paged_attention.tpu_tiles import VMEM_BYTES
+from pallas_kernels.pages import Pages
 
 UNROLLED_HEADS = 8  # up to so many KV heads are unrolled, which lets their matmuls overlap
 
