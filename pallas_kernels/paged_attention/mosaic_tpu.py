@@ -37,7 +37,39 @@ def ragged_paged_attention_mosaic_tpu(
     interpret: Any = False,
     tiles: TileConfig | None = None,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
-    """DOC"""
+    """Returns output and log-sum-exp; arguments as for `ragged_paged_attention`, `num_decode_rows` being a hint.
+
+    Two kernels, each one loop over a work list (`mosaic_tpu_work`) that is made from the lengths and prefetched into
+    scalar memory with the page table: rows with one query token, and rows with several (left out if
+    `num_decode_rows` is None). The cache stays in HBM. A block of whole pages is copied, all KV heads of a page in one
+    strided descriptor, while the block before it is computed, be it of another row; what causality or the window hides
+    is not copied. Online softmax as in FlashAttention (Dao et al., 2022, Algorithm 1); ragged batches over pages as in
+    PagedAttention (Kwon et al., 2023). Quantized pages become the matmul's dtype in VMEM, after the copy: scales and
+    zeros of tokens multiply the scores and the weights, those of channels the pages.
+
+    FLOPs: 4 * N * H per visible (token, key) pair; the decode kernel issues K times that (see `decode`), the prefill
+    kernel whole tiles. Bytes: 2 * K * H * itemsize per key and work item, plus q, output, and 4 * N per token of
+    log-sum-exp.
+    Tiles: `tpu_tiles`. VMEM, 8 KV heads of 128 in bfloat16: four buffers of 512 keys, 4 MiB, for decode; 2 MiB and
+    9 MiB of state (128 tokens, 32 heads) for prefill; the limit asked for is 48 MiB of 128.
+
+    Expected, not measured on hardware:
+        Decode is bound by HBM. 512 keys of 8 heads are 2 MiB: 2.6 us on v5e (819 GB/s), 1.3 us on v6e (1640 GB/s).
+        Meanwhile 64 tiles of 128 x 128 go through v5e's four matrix units, at most 128 cycles each or 1.4 us at
+        1.5 GHz; the copies of 2 * 32 pages of 16 are issued in about 20 cycles each or 0.9 us.
+        A step of 128 rows with long caches should so reach 80 % of v5e's bandwidth and 60 % of v6e's, which is nearer
+        to being bound by the pushes; rows under 512 keys are bound by the 1 to 2 us latency of an item instead.
+        Prefill is bound by the vector unit at H = 128: about 12 operations a score on 4 x 1024 lanes against 512 FLOPs
+        on the matrix units, hence about half of 197 TFLOP/s on v5e, and less of v6e's 918.
+
+    Layout: XLA tiles the last two dimensions, so a last dimension under 128 (H of 64 to 96; packed int4 at H = 128;
+    scales of tokens at page_size under 128) is padded to 128 lanes and saves no memory. Left free, XLA also transposes
+    such a parameter of the jitted step, and then copies the whole cache in every call: pin row-major layouts
+    (`jax.experimental.layout`) there. With H a multiple of 128 neither happens.
+
+    Raises:
+        NotImplementedError: not a TPU; float16; a page table over 768 KiB; trees of over 512 tokens.
+    """
     require_tpu(interpret)
     del schedule, with_lse
     _require_supported(q, k_pages, v_pages, page_indices, tree_mask)

@@ -112,8 +112,7 @@ class Visible(NamedTuple):
 
 def _row(x: jax.Array, visible: Visible | None) -> jax.Array:
     """Returns f32[pages_per_block, page_size] as f32[1, block_k]."""
-    pages_per_block, page_size = x.shape
-    row = jnp.concatenate([x[i : i + 1] for i in range(pages_per_block)], axis=1)
+    row = jnp.concatenate([x[i : i + 1] for i in range(x.shape[0])], axis=1)
     return row if visible is None else jnp.where(visible.along(row.shape, 1), row, 0.0)
 
 

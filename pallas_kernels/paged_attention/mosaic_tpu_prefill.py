@@ -28,8 +28,9 @@ from pallas_kernels.pages import Pages
 
 def prefill(
     q: Float[Array, "T N H"], k_pages: Pages, v_pages: Pages, page_indices: Int[Array, "S M"],
-    kv_lens: Int[Array, " S"], cu_q_lens: Int[Array, " S+1"], work: WorkList, *, scale: float, sliding_window: int | None,
-    soft_cap: float | None, tree_mask: jax.Array | None, block_q: int, block_k: int, interpret: Any,
+    kv_lens: Int[Array, " S"], cu_q_lens: Int[Array, " S+1"], work: WorkList, *, scale: float,
+    sliding_window: int | None, soft_cap: float | None, tree_mask: jax.Array | None,
+    block_q: int, block_k: int, interpret: Any,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:  # fmt: skip
     """Returns output and log-sum-exp at the tokens of `work`, and anything elsewhere.
 
