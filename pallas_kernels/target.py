@@ -69,7 +69,7 @@ def require_tpu(interpret: Any) -> None:
 
 
 def _require_manual_axes(name: str) -> None:
-    """Declines a mesh that the compiler would have to split the kernel over: it cannot; inside shard_map it need not."""
+    """Declines a mesh over which the compiler would have to split the kernel; inside shard_map it need not."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = {axis: mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes}
     if split := {axis: size for axis, size in axes.items() if size > 1}:

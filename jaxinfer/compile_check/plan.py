@@ -100,4 +100,6 @@ def _model_config(stored: Mapping[str, Any]) -> ModelConfig:
     options = dict(stored)
     if scaling := options["rope_scaling"]:
         options["rope_scaling"] = RopeScaling(**scaling | {"factors": tuple(scaling["factors"])})
-    return ModelConfig(**options | {name: tuple(options[name]) for name in ("layer_windows", "layer_rope")})
+    for name in ("layer_windows", "layer_rope"):
+        options[name] = tuple(options[name])
+    return ModelConfig(**options)
