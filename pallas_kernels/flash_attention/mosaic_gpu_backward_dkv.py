@@ -50,7 +50,7 @@ def key_gradients(
 
     def kernel(
         k_gmem, v_gmem, q_gmem, do_gmem, lse_gmem, delta_gmem, *rest, k_smem, v_smem, q_smem, do_smem, lse_smem,
-        delta_smem, kv_full, q_full, q_empty, do_full, do_empty, done, k_ids_smem=None, q_ids_smem=None,
+        delta_smem, kv_full, q_full, q_empty, do_full, do_empty, done, k_ids_smem: Any = None, q_ids_smem: Any = None,
     ):  # fmt: skip
         *ids_gmem, dk_gmem, dv_gmem = rest
         batch, kv_head, warpgroup = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("warpgroup")

@@ -33,7 +33,7 @@ def query_gradient(
 
     def kernel(
         q_gmem, do_gmem, k_gmem, v_gmem, lse_gmem, delta_gmem, *rest, q_smem, do_smem, k_smem, v_smem, lse_smem,
-        delta_smem, q_full, k_full, k_empty, v_full, v_empty, q_ids_smem=None, k_ids_smem=None,
+        delta_smem, q_full, k_full, k_empty, v_full, v_empty, q_ids_smem: Any = None, k_ids_smem: Any = None,
     ):  # fmt: skip
         *ids_gmem, dq_gmem = rest
         batch, head, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")

@@ -64,7 +64,7 @@ def flash_attention_mosaic_gpu(
 
     def kernel(
         q_gmem, k_gmem, v_gmem, *rest, q_smem, k_smem, v_smem, lse_smem, q_full, k_full, k_empty, v_full, v_empty,
-        turn, q_ids_smem=None, k_ids_smem=None,
+        turn, q_ids_smem: Any = None, k_ids_smem: Any = None,
     ):  # fmt: skip
         *ids_gmem, out_gmem, lse_gmem = rest
         batch, head, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
