@@ -69,11 +69,7 @@ def require_tpu(interpret: Any) -> None:
 
 
 def _require_manual_axes(name: str) -> None:
-<<<<<<< HEAD
-    """Declines a mesh over which the compiler would have to split the kernel, which it can not; shard_map may."""
-=======
     """Declines a mesh over which the compiler would have to split the kernel; inside shard_map it need not."""
->>>>>>> a3e2e08ab43f48d9f283cfedcae157e01d48fcb4
     mesh = jax.sharding.get_abstract_mesh()
     axes = {axis: mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes}
     if split := {axis: size for axis, size in axes.items() if size > 1}:

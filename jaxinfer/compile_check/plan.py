@@ -97,13 +97,9 @@ def make_plan(
 
 
 def _model_config(stored: Mapping[str, Any]) -> ModelConfig:
-    options: dict[str, Any] = dict(stored)
+    options = dict(stored)
     if scaling := options["rope_scaling"]:
         options["rope_scaling"] = RopeScaling(**scaling | {"factors": tuple(scaling["factors"])})
-<<<<<<< HEAD
-    options.update({name: tuple(options[name]) for name in ("layer_windows", "layer_rope")})
-=======
     for name in ("layer_windows", "layer_rope"):
         options[name] = tuple(options[name])
->>>>>>> a3e2e08ab43f48d9f283cfedcae157e01d48fcb4
     return ModelConfig(**options)

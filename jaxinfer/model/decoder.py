@@ -14,6 +14,7 @@ from jaxinfer.model.kv_cache import KVCache
 from jaxinfer.model.layers import MLP, Embedding, RMSNorm, linear
 from jaxinfer.model.rope import rope_tables
 from pallas_kernels.paged_attention import Schedule, make_schedule
+from pallas_kernels.pages import Pages
 
 
 def forward(decoder: "Decoder", params: Any, cache: KVCache, batch: TokenBatch) -> tuple[Float[Array, "T D"], KVCache]:
@@ -39,9 +40,9 @@ class DecoderLayer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], k_pages: jax.Array, v_pages: jax.Array,
+        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], k_pages: Pages, v_pages: Pages,
         batch: TokenBatch, schedule: Schedule,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    ) -> tuple[jax.Array, Pages, Pages]:  # fmt: skip
         """Returns f[T, D] and the layer's pages."""
         c = self.config
         attention = Attention(c, self.window, self.use_rope, self.dtype, self.implementation, name="attention")
