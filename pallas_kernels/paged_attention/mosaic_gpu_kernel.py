@@ -167,10 +167,13 @@ def _attend(
             factor = c.scale * LOG2E
         else:
             s, factor = jnp.tanh(s * (c.scale / c.soft_cap)), c.soft_cap * LOG2E
-        if masked:
-            s = jnp.where(visible(block), s, MASK_VALUE)
-        m_new = jnp.maximum(m, s.max(axis=1) * factor)
-        p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [0]))
+        if masked:  # scaled first: a fused multiply-subtract of the mask would leave its rounding error, 1e22
+            s = jnp.where(visible(block), s * factor, MASK_VALUE)
+            m_new = jnp.maximum(m, s.max(axis=1))
+            p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
+        else:
+            m_new = jnp.maximum(m, s.max(axis=1) * factor)
+            p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [0]))
         alpha = jnp.exp2(m - m_new)
         l = l * alpha + p.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
