@@ -181,7 +181,7 @@ def _kernel(
     def _start():
         if not across:
             scales_ref[...] = scale_ref[...].T
-        if zero_ref is None:
+        if zero_ref is None or sums_ref is None:
             acc_ref[...] = jnp.zeros_like(acc_ref)
         elif one_group:
             acc_ref[...] = -sums_ref[...] * zero_ref[...]
