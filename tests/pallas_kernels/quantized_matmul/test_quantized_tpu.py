@@ -83,7 +83,7 @@ def test_lowers(name, target):
 
 
 @pytest.mark.parametrize(("name", "rows", "kernel"), [
-    ("int8", 1, False), ("int4", 2048, True), ("int4_g128", 16, True), ("int4_g128", 2048, False),
+    ("int8", 1, False), ("int4", 2048, False), ("int4", 64, True), ("int4_g128", 16, True), ("int4_g128", 2048, False),
     ("int4_g32_zero", 64, True), ("int4_g32_zero", 2048, False), ("int8_g128", 2048, True),
 ])  # fmt: skip
 def test_a_tpu_takes_the_kernel_where_xla_would_store_the_matrix(name, rows, kernel):
