@@ -17,6 +17,7 @@ from pallas_kernels.target import require_tpu
 _INPUTS = (((1,), (1,)), ((), ()))  # dot_general over the inputs of x[m, l] and w[n, l]
 _ROWS = (((1,), (0,)), ((), ()))
 _LANES = 128
+_VMEM_BYTES = 32 * 2**20  # of 128 MiB (v5e, v6e): the largest tiles, with f32 x, pass the default of 16
 
 
 def quantized_matmul_mosaic_tpu(
@@ -117,7 +118,9 @@ def quantized_matmul_mosaic_tpu(
         out_specs=pl.BlockSpec((bm, bn), _at_out),
         out_shape=jax.ShapeDtypeStruct((rows, N), stored_dtype),
         scratch_shapes=[pltpu.VMEM((bm, bn), jnp.float32), *[pltpu.VMEM((G, bn), jnp.float32)] * (not across)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=_VMEM_BYTES
+        ),
         cost_estimate=pl.CostEstimate(flops=2 * rows * N * K * expansion, bytes_accessed=num_bytes, transcendentals=0),
         interpret=interpret,
         name="quantized_matmul",
@@ -181,7 +184,7 @@ def _kernel(
     def _start():
         if not across:
             scales_ref[...] = scale_ref[...].T
-        if zero_ref is None:
+        if zero_ref is None or sums_ref is None:
             acc_ref[...] = jnp.zeros_like(acc_ref)
         elif one_group:
             acc_ref[...] = -sums_ref[...] * zero_ref[...]

@@ -18,8 +18,8 @@ def _packed_by_hand(values: np.ndarray, bits: int, block: int) -> np.ndarray:
     return np.array(out, np.uint8)
 
 
-@settings(max_examples=25)
-@given(data=st.data(), bits=st.sampled_from([2, 4, 8]), planes=st.integers(1, 5), blocks=st.integers(1, 3))
+@settings(max_examples=12)
+@given(data=st.data(), bits=st.sampled_from([2, 4, 8]), planes=st.sampled_from([1, 2, 5]), blocks=st.integers(1, 2))
 def test_unpack_inverts_pack(data, bits, planes, blocks):
     block = planes * 8 // bits
     values = np.array(
