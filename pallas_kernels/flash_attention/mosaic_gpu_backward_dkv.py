@@ -135,8 +135,10 @@ def key_gradients(
                 minus_delta = -plgpu.load(delta_smem.at[slot], layout=column_layout)  # spares its columns later
                 s_init, unset = blocks.full(shape, 0), blocks.full(shape, 0).astype(q.dtype)
                 dp_init = blocks.columns_like(minus_delta, shape)
-                *_, p, ds = pl.run_state(probabilities)((plgpu.ACC.init(s_init), plgpu.ACC.init(dp_init), unset, unset))
-                dk, dv = pl.run_state(accumulate)(tuple(plgpu.ACC.init(x) for x in carry))
+                *_, p, ds = blocks.run_state(probabilities)(
+                    (blocks.ACC.init(s_init), blocks.ACC.init(dp_init), unset, unset)
+                )
+                dk, dv = blocks.run_state(accumulate)(tuple(blocks.ACC.init(x) for x in carry))
                 plgpu.commit_smem()  # the rows were read by the threads and are next written by a copy
                 plgpu.barrier_arrive(q_empty.at[slot])
                 plgpu.barrier_arrive(do_empty.at[slot])

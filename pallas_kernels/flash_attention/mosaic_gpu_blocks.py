@@ -14,6 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 LOG2E = math.log2(math.e)
+ACC: Any = plgpu.WGMMAAccumulatorRef  # whose instances stand for arrays, which no type says
+run_state: Any = pl.run_state
 UNSEEN = -1e30
 """Running maximum of a row that has seen nothing: finite, so that its difference with itself is 0."""
 
@@ -75,7 +77,7 @@ class Visibility:
         first_whole = jnp.clip(_ceil(_clip(first_whole, whole_size), block), first, end)
         return Blocks(first, first_whole, jnp.clip(_floor(_clip(end_whole, whole_size), block), first_whole, end), end)
 
-    def visible(self, query: Any, key: Any, shape: tuple[int, int], *, queries_first: bool = True) -> jax.Array | None:
+    def visible(self, query: Any, key: Any, shape: tuple[int, ...], *, queries_first: bool = True) -> jax.Array | None:
         """Returns which elements of a block of scores are visible, or None where all are, whatever the block.
 
         Args:
@@ -203,12 +205,12 @@ def pad_rows(x: jax.Array, axis: int, multiple: int = 8, value: Any = 0) -> jax.
     return jnp.pad(x, widths, constant_values=value)
 
 
-def rows_like(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def rows_like(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Repeats x[rows] over the columns of a block."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def columns_like(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def columns_like(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Repeats x[columns] over the rows of a block."""
     return lax.broadcast_in_dim(x, shape, [1])
 
