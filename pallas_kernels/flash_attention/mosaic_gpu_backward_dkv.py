@@ -160,7 +160,7 @@ def key_gradients(
             v_smem.at[group, own][...] = dv.astype(q.dtype)
             plgpu.commit_smem()
             keys = pl.ds(pl.multiple_of(key, ROWS), ROWS)
-            own_columns = pl.ds(pl.multiple_of(own * columns, columns), columns) if parts > 1 else slice(None)
+            own_columns = pl.ds(pl.multiple_of(warpgroup * columns, columns), columns) if parts > 1 else slice(None)
             at = batch, keys, kv_head, own_columns
             plgpu.copy_smem_to_gmem(k_smem.at[group, own], dk_gmem.at[at])
             plgpu.copy_smem_to_gmem(v_smem.at[group, own], dv_gmem.at[at])
