@@ -210,7 +210,7 @@ def pad_rows(x: jax.Array, axis: int, multiple: int = 8, value: Any = 0) -> jax.
     return jnp.pad(x, widths, constant_values=value)
 
 
-def rows_like(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def rows_like(x: Any, shape: tuple[int, ...]) -> jax.Array:
     """Repeats x[rows] over the columns of a block."""
     return lax.broadcast_in_dim(x, shape, [0])
 
