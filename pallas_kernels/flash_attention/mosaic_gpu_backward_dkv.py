@@ -135,8 +135,10 @@ def key_gradients(
                 minus_delta = -plgpu.load(delta_smem.at[slot], layout=column_layout)  # spares its columns later
                 s_init, unset = blocks.full(shape, 0), blocks.full(shape, 0).astype(q.dtype)
                 dp_init = blocks.columns_like(minus_delta, shape)
-                *_, p, ds = pl.run_state(probabilities)((plgpu.ACC.init(s_init), plgpu.ACC.init(dp_init), unset, unset))
-                dk, dv = pl.run_state(accumulate)(tuple(plgpu.ACC.init(x) for x in carry))
+                *_, p, ds = blocks.run_state(probabilities)(
+                    (blocks.ACC.init(s_init), blocks.ACC.init(dp_init), unset, unset)
+                )
+                dk, dv = blocks.run_state(accumulate)(tuple(blocks.ACC.init(x) for x in carry))
                 plgpu.commit_smem()  # the rows were read by the threads and are next written by a copy
                 plgpu.barrier_arrive(q_empty.at[slot])
                 plgpu.barrier_arrive(do_empty.at[slot])
@@ -158,7 +160,7 @@ def key_gradients(
             v_smem.at[group, own][...] = dv.astype(q.dtype)
             plgpu.commit_smem()
             keys = pl.ds(pl.multiple_of(key, ROWS), ROWS)
-            own_columns = pl.ds(pl.multiple_of(own * columns, columns), columns) if parts > 1 else slice(None)
+            own_columns = pl.ds(pl.multiple_of(warpgroup * columns, columns), columns) if parts > 1 else slice(None)
             at = batch, keys, kv_head, own_columns
             plgpu.copy_smem_to_gmem(k_smem.at[group, own], dk_gmem.at[at])
             plgpu.copy_smem_to_gmem(v_smem.at[group, own], dv_gmem.at[at])

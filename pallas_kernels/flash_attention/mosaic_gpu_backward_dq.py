@@ -105,10 +105,10 @@ def query_gradient(
                     ds = p * (dp - blocks.rows_like(row_delta, s.shape))
                     return ds if soft_cap is None else ds * (1 - s * s)
 
-                shape = plgpu.ACC((ROWS, block_kv), jnp.float32)
+                shape = blocks.ACC((ROWS, block_kv), jnp.float32)
                 ds = pl.run_scoped(score_gradient, shape, shape).astype(q.dtype)
                 plgpu.barrier_arrive(v_empty.at[slot])
-                dq = pl.run_state(lambda acc: plgpu.wgmma(acc, ds, k_smem.at[slot]))(plgpu.ACC.init(dq))
+                dq = blocks.run_state(lambda acc: plgpu.wgmma(acc, ds, k_smem.at[slot]))(blocks.ACC.init(dq))
                 if ids_gmem:
                     plgpu.commit_smem()  # the ids were read by the threads and are next written by a copy
                 plgpu.barrier_arrive(k_empty.at[slot])

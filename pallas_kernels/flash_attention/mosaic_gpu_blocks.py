@@ -14,6 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 LOG2E = math.log2(math.e)
+ACC: Any = plgpu.WGMMAAccumulatorRef  # whose instances stand for arrays, which no type says
+run_state: Any = pl.run_state
 UNSEEN = -1e30
 """Running maximum of a row that has seen nothing: finite, so that its difference with itself is 0."""
 
@@ -75,7 +77,7 @@ class Visibility:
         first_whole = jnp.clip(_ceil(_clip(first_whole, whole_size), block), first, end)
         return Blocks(first, first_whole, jnp.clip(_floor(_clip(end_whole, whole_size), block), first_whole, end), end)
 
-    def visible(self, query: Any, key: Any, shape: tuple[int, int], *, queries_first: bool = True) -> jax.Array | None:
+    def visible(self, query: Any, key: Any, shape: tuple[int, ...], *, queries_first: bool = True) -> jax.Array | None:
         """Returns which elements of a block of scores are visible, or None where all are, whatever the block.
 
         Args:
@@ -84,22 +86,25 @@ class Visibility:
             shape: of the block, in the WGMMA layout.
             queries_first: rows are queries and columns keys, else the other way about.
         """
-        # The scalars meet the rows, of which a thread has two; ids of all elements, or columns, would fill registers.
-        rows = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1))
+        ragged = queries_first and self.num_keys % shape[1] > 0
+        if not (ragged or self.causal or self.sliding_window is not None):
+            return None  # before any unused array is made, of which the compiler could not infer the layout
         columns = plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=plgpu.Layout.WGMMA.reduce(0))
         columns = columns_like(columns, shape)
-        ahead = query + self.offset - key
-        diagonal = rows + (ahead if queries_first else -ahead)  # the column at which key and query meet
-        terms = []
-        if queries_first and self.num_keys % shape[1]:
-            terms.append(columns < self.num_keys - key)
+        terms = [columns < self.num_keys - key] if ragged else []
+        if self.causal or self.sliding_window is not None:
+            # The scalars meet the rows, of which a thread has two; adding them to the columns would fill registers.
+            rows = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1))
+            ahead = query + self.offset - key
+            diagonal: Any = rows + (ahead if queries_first else -ahead)  # the column at which key and query meet
         if self.causal:
             limit = rows_like(diagonal, shape)
             terms.append(columns <= limit if queries_first else columns >= limit)
         if self.sliding_window is not None:
-            limit = rows_like(diagonal + self.sliding_window * (-1 if queries_first else 1), shape)
+            width = -self.sliding_window if queries_first else self.sliding_window
+            limit = rows_like(diagonal + width, shape)
             terms.append(columns > limit if queries_first else columns < limit)
-        return functools.reduce(jnp.logical_and, terms) if terms else None
+        return functools.reduce(jnp.logical_and, terms)
 
     def loops(self, visit: "Blocks", block_kv: int | None) -> list[tuple[Any, Any, bool]]:
         """Returns (begin, end, masked) of the loops over a visit, leaving out those that are always empty.
@@ -191,7 +196,9 @@ def tiled(head_dim: int, dtype: Any, contracted: int | None = None) -> tuple[Any
     """
     bits = jnp.dtype(dtype).itemsize * 8
     swizzle = plgpu.find_swizzle(math.gcd(head_dim, contracted or 0) * bits)
-    return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
+    tiling: Any = plgpu.TilingTransform  # abstract to the type checker alone
+    swizzling: Any = plgpu.SwizzleTransform
+    return tiling((8, swizzle * 8 // bits)), swizzling(swizzle)
 
 
 def pad_rows(x: jax.Array, axis: int, multiple: int = 8, value: Any = 0) -> jax.Array:
@@ -203,12 +210,12 @@ def pad_rows(x: jax.Array, axis: int, multiple: int = 8, value: Any = 0) -> jax.
     return jnp.pad(x, widths, constant_values=value)
 
 
-def rows_like(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def rows_like(x: Any, shape: tuple[int, ...]) -> jax.Array:
     """Repeats x[rows] over the columns of a block."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def columns_like(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def columns_like(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Repeats x[columns] over the rows of a block."""
     return lax.broadcast_in_dim(x, shape, [1])
 

@@ -139,7 +139,7 @@ def flash_attention_mosaic_gpu(
                     plgpu.barrier_arrive(other)
                     return s_acc[...]
 
-                s = pl.run_scoped(matmul, plgpu.ACC((ROWS, block_kv), jnp.float32))
+                s = pl.run_scoped(matmul, blocks.ACC((ROWS, block_kv), jnp.float32))
                 m, l, alpha, p = softmax(s, index, m, l, True)
                 if segments:
                     plgpu.commit_smem()  # the ids were read by the threads and are next written by a copy
@@ -149,8 +149,8 @@ def flash_attention_mosaic_gpu(
             def values(index, acc, p):
                 plgpu.barrier_wait(v_full.at[slot_of(index)])
                 plgpu.barrier_wait(mine)
-                acc = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_smem.at[slot_of(index)]))(
-                    plgpu.ACC.init(acc)
+                acc = blocks.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_smem.at[slot_of(index)]))(
+                    blocks.ACC.init(acc)
                 )
                 plgpu.barrier_arrive(v_empty.at[slot_of(index)])
                 return acc
@@ -177,8 +177,8 @@ def flash_attention_mosaic_gpu(
                     m_ref[...], l_ref[...], alpha_ref[...], p_ref[...] = softmax(s, index, m, l, False)
                     plgpu.barrier_arrive(k_empty.at[slot])
 
-                s_init = plgpu.ACC.init(blocks.full((ROWS, block_kv), 0))
-                _, acc, m, l, alpha, p = pl.run_state(matmuls)((s_init, plgpu.ACC.init(acc), m, l, m, p))
+                s_init = blocks.ACC.init(blocks.full((ROWS, block_kv), 0))
+                _, acc, m, l, alpha, p = blocks.run_state(matmuls)((s_init, blocks.ACC.init(acc), m, l, m, p))
                 plgpu.barrier_arrive(v_empty.at[before])
                 return acc * blocks.rows_like(alpha, acc.shape), m, l, p
 

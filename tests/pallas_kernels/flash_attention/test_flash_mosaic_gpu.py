@@ -36,7 +36,9 @@ def attention(monkeypatch, interpret, tiles=None):
 def forward(arrays, interpret, tiles=None):
     """Returns (out, lse) of the kernel called by itself."""
     function = functools.partial(flash_attention_mosaic_gpu, **arrays.case.options, tiles=tiles, interpret=interpret)
-    return jax.jit(function)(arrays.q, arrays.k, arrays.v, arrays.q_segment_ids, arrays.kv_segment_ids)
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # as in `cases.compiled`
+    function = jax.jit(function, compiler_options=quick)
+    return function(arrays.q, arrays.k, arrays.v, arrays.q_segment_ids, arrays.kv_segment_ids)
 
 
 def head_dim_of(name):
@@ -64,14 +66,14 @@ def test_agrees_in_float16_with_its_own_tiles(name, monkeypatch):
         check(arrays, run(attention(monkeypatch, interpret), arrays))
 
 
-@pytest.mark.parametrize("name", ["edge_64", "window_more_queries", "head_dim_80"])
+@pytest.mark.parametrize("name", ["not_causal", "window_more_queries", "head_dim_80"])
 def test_forward_agrees(name):
     with interpreted() as interpret:
         arrays = make(CASES[name], "bfloat16", head_dim=head_dim_of(name))
         check(arrays, forward(arrays, interpret, SMALL))
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.3])
+@pytest.mark.parametrize("scale", [-0.3, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_scale_need_not_be_positive(scale):
     with interpreted() as interpret:
         arrays = make(Case(9, 65, scale=scale), "bfloat16", head_dim=64)
@@ -146,7 +148,7 @@ def test_visits_what_is_seen_and_masks_what_is_partly_seen(visibility):
 
 
 def arguments(dtype=jnp.bfloat16, *, H=64, segments=False):
-    B, T, S, N, K = 1, 300, 300, 4, 2
+    B, T, S, N, K = 1, 384, 384, 4, 2
     shape = jax.ShapeDtypeStruct
     q, k = shape((B, T, N, H), dtype), shape((B, S, K, H), dtype)
     ids = (shape((B, T), jnp.int32), shape((B, S), jnp.int32)) if segments else (None, None)
@@ -157,9 +159,9 @@ OPTIONS = {"scale": 0.1, "causal": True, "sliding_window": None, "soft_cap": Non
 
 
 @pytest.mark.parametrize("H", [64, *(pytest.param(H, marks=pytest.mark.slow) for H in HEAD_DIMS[1:])])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 70, "soft_cap": 30.0}])
+@pytest.mark.parametrize("options", [{"causal": False}, {"sliding_window": 70, "soft_cap": 30.0}])
 def test_lowers_for_h200(H, options):
-    q, k, v, q_ids, kv_ids, lse = arguments(H=H, segments=bool(options))
+    q, k, v, q_ids, kv_ids, lse = arguments(H=H, segments="soft_cap" in options)
     options = OPTIONS | options
     text = lower(functools.partial(flash_attention_mosaic_gpu, **options), q, k, v, q_ids, kv_ids, target="h200")
     assert "mosaic_gpu" in text
