@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import registry
+from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.paged_attention import ragged_paged_attention
+from pallas_kernels.quantized_matmul import quantize_weight, quantized_matmul
 from pallas_kernels.specs import KernelSpec
 
 PAGE = 16
@@ -20,7 +22,7 @@ def edge_specs(operation: str) -> tuple[KernelSpec, ...]:
     if hasattr(own, "EDGES"):
         return tuple(own.EDGES)
     make = {"paged_attention": _paged, "flash_attention": _flash, "quantized_matmul": _quantized}.get(operation)
-    return make() if make and operation in registry.operations() else ()
+    return make() if make else ()
 
 
 def _paged() -> tuple[KernelSpec, ...]:
@@ -66,18 +68,11 @@ def _paged_spec(name: str, rows: list[tuple[int, int]], H: int, **options: Any) 
         return q, k, v, *map(jnp.asarray, ints)
 
     pairs = int(sum(q * kv for q, kv in zip(q_lens, kv_lens)))
-    return KernelSpec(name, _run_paged(H, **options), arguments, 4.0 * N * H * pairs, 4.0 * K * H * int(kv_lens.sum()))
-
-
-def _run_paged(H: int, **options: Any) -> Any:
-    from pallas_kernels.paged_attention import ragged_paged_attention
-
-    return functools.partial(ragged_paged_attention, scale=H**-0.5, **options)
+    run = functools.partial(ragged_paged_attention, scale=H**-0.5, **options)
+    return KernelSpec(name, run, arguments, 4.0 * N * H * pairs, 4.0 * K * H * int(kv_lens.sum()))
 
 
 def _flash() -> tuple[KernelSpec, ...]:
-    attend = importlib.import_module("pallas_kernels.flash_attention.api").flash_attention
-
     def spec(T: int, S: int, N: int, K: int, H: int, **options: Any) -> KernelSpec:
         def arguments() -> tuple[jax.Array, ...]:
             keys = jax.random.split(jax.random.key(2), 3)
@@ -85,7 +80,9 @@ def _flash() -> tuple[KernelSpec, ...]:
             return tuple(jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes))
 
         name = f"edge/T{T}_S{S}_N{N}_K{K}_H{H}" + "".join(f"_{key}{value}" for key, value in options.items())
-        return KernelSpec(name, functools.partial(attend, **options), arguments, 8.0 * N * H * T * S, 8.0 * N * H * T)
+        return KernelSpec(
+            name, functools.partial(flash_attention, **options), arguments, 8.0 * N * H * T * S, 8.0 * N * H * T
+        )
 
     return (
         spec(1, 1, 4, 2, 64),
@@ -100,17 +97,14 @@ def _flash() -> tuple[KernelSpec, ...]:
 
 
 def _quantized() -> tuple[KernelSpec, ...]:
-    api = importlib.import_module("pallas_kernels.quantized_matmul.api")
-    weights = importlib.import_module("pallas_kernels.quantized_matmul.weights")
-
     def spec(M: int, N: int, K: int, **kind: Any) -> KernelSpec:
         def arguments() -> tuple[Any, ...]:
             keys = jax.random.split(jax.random.key(3), 2)
             matrix = jax.random.normal(keys[1], (N, K), jnp.float32) * K**-0.5
-            return jax.random.normal(keys[0], (M, K), jnp.bfloat16), weights.quantize_weight(matrix, **kind)
+            return jax.random.normal(keys[0], (M, K), jnp.bfloat16), quantize_weight(matrix, **kind)
 
         name = f"edge/M{M}_N{N}_K{K}" + "".join(f"_{key}{value}" for key, value in kind.items())
-        return KernelSpec(name, api.quantized_matmul, arguments, 2.0 * M * N * K, 1.0 * N * K)
+        return KernelSpec(name, quantized_matmul, arguments, 2.0 * M * N * K, 1.0 * N * K)
 
     kinds = ({"bits": 8}, {"bits": 8, "float8": True}, {"bits": 4, "group": 128}, {"bits": 4, "group": 32})
     return tuple(spec(M, 256, 512, **kind) for kind in kinds for M in (1, 7, 64, 129))

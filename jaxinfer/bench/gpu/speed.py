@@ -10,6 +10,9 @@ import jax.numpy as jnp
 
 from jaxinfer.bench.gpu.timing import time_device, time_host
 from pallas_kernels import registry
+from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.paged_attention import ragged_paged_attention
+from pallas_kernels.quantized_matmul import quantize_weight, quantized_matmul
 
 type Items = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
 
@@ -43,8 +46,6 @@ def decode_items(dry_run: bool) -> Items:
 
 
 def _decode(rows: int, keys: int, page_size: int, implementation: str | None) -> dict[str, Any]:
-    from pallas_kernels.paged_attention import ragged_paged_attention
-
     N, K, H = LLAMA_8B.values()
     pages = rows * keys // page_size
     key = jax.random.key(0)
@@ -76,10 +77,7 @@ def _flash(who: str, batch: int, length: int, H: int, dry_run: bool) -> dict[str
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(key, (batch, length, n, H), jnp.bfloat16) for key, n in zip(keys, (N, K, K)))
     if who == "ours":
-        if "flash_attention" not in registry.operations():
-            raise NotImplementedError("there is no flash_attention in this version")
-        attend = importlib.import_module("pallas_kernels.flash_attention.api").flash_attention
-        run = functools.partial(attend, causal=True, implementation="xla" if dry_run else "mosaic_gpu")
+        run = functools.partial(flash_attention, causal=True, implementation="xla" if dry_run else "mosaic_gpu")
     else:
         name = "xla" if dry_run else "cudnn"
         run = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=name)
@@ -122,12 +120,8 @@ def _quantized(M: int, options: dict[str, Any], dry_run: bool) -> dict[str, Any]
     flops = 2.0 * M * N * K
     if not options:
         return time_device(lambda x, w: x @ w.T, x, matrix).as_data(flops_per_s=flops, bytes_per_s=2.0 * N * K)
-    if "quantized_matmul" not in registry.operations():
-        raise NotImplementedError("there is no quantized_matmul in this version")
-    weights = importlib.import_module("pallas_kernels.quantized_matmul.weights")
-    multiply = importlib.import_module("pallas_kernels.quantized_matmul.api").quantized_matmul
-    weight = jax.jit(functools.partial(weights.quantize_weight, **options))(matrix)
-    run = functools.partial(multiply, implementation="xla" if dry_run else None)
+    weight = jax.jit(functools.partial(quantize_weight, **options))(matrix)
+    run = functools.partial(quantized_matmul, implementation="xla" if dry_run else None)
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weight))
     return time_device(run, x, weight).as_data(flops_per_s=flops, bytes_per_s=float(num_bytes))
 
