@@ -72,7 +72,7 @@ def _spec(
         function = functools.partial(_attend, names=names, **options)
     flops = float((14 if backward else 4) * B * N * H * pairs)
     arguments = functools.partial(_inputs, B, T, S, N, K, H, segment, float8)
-    return KernelSpec(f"flash_attention/{name}", function, arguments, flops, num_bytes, "fp8" if float8 else "bf16")
+    return KernelSpec(f"{name}", function, arguments, flops, num_bytes, "fp8" if float8 else "bf16")
 
 
 SPECS = (
