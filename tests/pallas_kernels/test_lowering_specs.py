@@ -1,5 +1,7 @@
 """Every case of every operation lowers for the device that its backend is for: the cheap half of a compile check."""
 
+from pathlib import Path
+
 import jax
 import pytest
 
@@ -61,3 +63,9 @@ def test_every_backend_takes_some_case_of_its_device(operation):
 def test_unknown_operation():
     with pytest.raises(ValueError, match="unknown operation 'softmax'; there are"):
         registry.specs("softmax")
+
+
+def test_docs_list_every_operation():
+    table = Path("docs/kernels.md").read_text().split("<!-- generated")[1]
+    for operation in registry.operations():
+        assert f"| {operation} | {', '.join(registry.implementations(operation))} |" in table
