@@ -10,10 +10,16 @@ from tests.pallas_kernels.targets import lower, targeting
 
 TARGETS = {"mosaic_gpu": "h200", "mosaic_tpu": "v5e"}
 KERNELS = {"mosaic_gpu": "mosaic_gpu", "mosaic_tpu": "tpu_custom_call"}  # what the lowered program calls
-CASES = [
-    pytest.param(operation, spec, implementation, id=f"{operation}-{spec.name}-{implementation}")
+CASES = [  # the first four of an operation by default, all of them in CI
+    pytest.param(
+        operation,
+        spec,
+        implementation,
+        id=f"{operation}-{spec.name}-{implementation}",
+        marks=pytest.mark.slow if i > 3 else (),
+    )
     for operation in registry.operations()
-    for spec in registry.specs(operation)
+    for i, spec in enumerate(registry.specs(operation))
     for implementation in TARGETS
     if implementation in registry.implementations(operation)
 ]
@@ -47,7 +53,7 @@ def test_cases_have_names_work_and_a_taker_here(operation):
         assert spec.num_bytes > 0
         assert spec.peak in ("bf16", "fp8", "int8")
     reasons = registry.explain_case(operation, specs[0])
-    assert reasons["reference"] is None
+    assert None in reasons.values()
     for implementation in TARGETS.keys() & reasons.keys():
         assert "needs a" in reasons[implementation]  # a CPU is neither
 

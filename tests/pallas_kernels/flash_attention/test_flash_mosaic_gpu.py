@@ -51,7 +51,7 @@ def test_agrees_and_repeats_with_all_options(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*list(CASES)[::4], *(n for n in CASES if n.startswith("head_dim"))])
 def test_agrees(name, monkeypatch):
     with interpreted() as interpret:
         arrays = make(CASES[name], "bfloat16", head_dim=head_dim_of(name))

@@ -30,7 +30,7 @@ def interpreted(monkeypatch, tiles=None, interpret=True):
     return functools.partial(flash_attention, implementation="mosaic_tpu")
 
 
-@pytest.mark.parametrize("name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", [*ALWAYS, *(pytest.param(n, marks=pytest.mark.slow) for n in list(CASES)[::3])])
 def test_small_tiles(name, monkeypatch):
     check_twice(interpreted(monkeypatch, TpuTiles(block_q=32, block_k=64)), make(CASES[name]))
 

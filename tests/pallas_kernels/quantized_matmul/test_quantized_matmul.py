@@ -49,10 +49,9 @@ def test_reference(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("case", cases(), ids=str)
-def test_every_case(case, implementation):
-    check(IMPLEMENTATIONS[implementation], case)
+@pytest.mark.parametrize("case", cases()[::9], ids=str)  # a stride that meets every format with many sizes
+def test_more_cases(case):
+    check(IMPLEMENTATIONS["xla"], case)
 
 
 @pytest.mark.parametrize("case", [QUICK[i] for i in (0, 2, 6, 10, 14)], ids=str)
