@@ -51,7 +51,7 @@ def gpu_rows(name: str, result: dict[str, Any]) -> list[list[str]]:
     return [
         [
             name, kernel["name"], str(kernel["registers"]), str(kernel["spill_stores"] + kernel["spill_loads"]),
-            f"{kernel['shared_memory'] / 1024:.1f}", str(kernel["threads"]), str(kernel["blocks_per_core"]),
+            _kib(kernel["shared_memory"]), str(kernel["threads"]), str(kernel["blocks_per_core"]),
             kernel["limited_by"], "n/a" if kernel["code_bytes"] is None else f"{kernel['code_bytes'] / 1024:.1f}",
         ]
         for kernel in result["kernels"]

@@ -1,7 +1,8 @@
 """Registers, spills, shared memory, code size and occupancy of Mosaic GPU kernels, from its dumps. Imports no jax.
 
 With `MOSAIC_GPU_DUMP_TO=DIR MOSAIC_GPU_DUMP_PTXAS=1` the compiler leaves NAME.ptx, NAME.ptxas (what the assembler said)
-and NAME.resources.txt (shared memory that the kernel asks for at its launch) of every kernel.
+and NAME.mlir-passes.log (in which the launch says how much shared memory it asks for) of every kernel. Its
+NAME.resources.txt is not read: Python and the compiler number kernels each for itself, and differ where some are equal.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ class KernelResources:
         spill_stores: bytes.
         spill_loads: bytes.
         stack: bytes.
-        shared_memory: bytes of a block, static and dynamic.
+        shared_memory: bytes of a block, static and dynamic; None where the dump does not say.
         threads: of a block.
         blocks_per_core: blocks that fit on a multiprocessor at once.
         limited_by: what allows no further one: "registers", "shared memory", "threads" or "blocks".
@@ -44,7 +45,7 @@ class KernelResources:
     spill_stores: int
     spill_loads: int
     stack: int
-    shared_memory: int
+    shared_memory: int | None
     threads: int
     blocks_per_core: int
     limited_by: str
@@ -75,13 +76,12 @@ def occupancy(registers: int, shared_memory: int, threads: int, device: Device) 
 
 def _read_kernel(path: Path, device: Device) -> KernelResources:
     said, ptx = path.read_text(), path.with_suffix(".ptx").read_text()
-    resources = path.with_suffix(".resources.txt")
     registers = _number(r"Used (\d+) registers", said)
-    shared_memory = _number(r"(\d+) bytes smem", said)
-    if resources.exists():
-        shared_memory += _dynamic_shared_memory(resources.read_text())
+    shared_memory = _dynamic_shared_memory(path.with_suffix(".mlir-passes.log"))
+    if shared_memory is not None:
+        shared_memory += _number(r"(\d+) bytes smem", said)
     threads = [int(n) for n in re.findall(r"\.(?:maxntid|reqntid) (\d+)", ptx)]
-    blocks, limit = occupancy(registers, shared_memory, max(threads, default=0), device)
+    blocks, limit = occupancy(registers, shared_memory or 0, max(threads, default=0), device)
     return KernelResources(
         path.stem, registers, _number(r"(\d+) bytes spill stores", said), _number(r"(\d+) bytes spill loads", said),
         _number(r"(\d+) bytes stack frame", said), shared_memory, max(threads, default=0), blocks, limit,
@@ -89,10 +89,11 @@ def _read_kernel(path: Path, device: Device) -> KernelResources:
     )  # fmt: skip
 
 
-def _dynamic_shared_memory(text: str) -> int:
-    """Scratch, and eight bytes for every barrier."""
-    barriers = re.findall(r"num_barriers=(\d+)[^)]*\): (\d+)", text)
-    return _number(r"smem_scratch_bytes=(\d+)", text) + 8 * sum(int(size) * int(count) for size, count in barriers)
+def _dynamic_shared_memory(log: Path) -> int | None:
+    """What the launch asks for: scratch, barriers and alignment."""
+    with log.open() as lines:
+        found = (re.search(r"dynamic_shared_memory_size %c(\d+)_i32", line) for line in lines)
+        return next((int(match.group(1)) for match in found if match), None)
 
 
 def _number(pattern: str, text: str) -> int:

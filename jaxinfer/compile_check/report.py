@@ -87,11 +87,12 @@ def _kernels(plan: Plan, found: dict[str, Any]) -> Iterator[str]:
     )
     for kernel in found["kernels"]:
         spills = kernel["spill_stores"] + kernel["spill_loads"]
+        shared = "unknown" if kernel["shared_memory"] is None else _size(kernel["shared_memory"])
         code = "" if kernel["code_bytes"] is None else f", code {_size(kernel['code_bytes'])}"
         yield _row(
             f"    {kernel['name']}",
             f"{kernel['registers']} registers, {f'{spills} bytes SPILLED' if spills else 'no spills'}, shared memory "
-            f"{_size(kernel['shared_memory'])} of {_size(plan.device.shared_memory_per_block)}, {kernel['threads']} "
+            f"{shared} of {_size(plan.device.shared_memory_per_block)}, {kernel['threads']} "
             f"threads, {kernel['blocks_per_core']} blocks an SM (limited by {kernel['limited_by']}){code}",
         )
     for name, size in found["vmem_bytes"].items():

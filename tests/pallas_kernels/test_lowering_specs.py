@@ -62,8 +62,9 @@ def test_cases_have_names_work_and_a_taker_here(operation):
 def test_every_backend_takes_some_case_of_its_device(operation):
     for implementation in TARGETS.keys() & registry.implementations(operation).keys():
         with targeting(TARGETS[implementation]):
-            reasons = [registry.explain_case(operation, spec)[implementation] for spec in registry.specs(operation)]
-        assert None in reasons, reasons
+            assert any(
+                registry.explain_case(operation, spec)[implementation] is None for spec in registry.specs(operation)
+            )
 
 
 def test_unknown_operation():

@@ -215,15 +215,15 @@ def test_dump_of_a_kernel(tmp_path):
         "12 bytes spill loads\nptxas info    : Used 168 registers, used 2 barriers, 1 bytes smem\n"
     )
     (tmp_path / "k_0.ptx").write_text(".maxntid 384, 1, 1\n")  # no .target: nothing to assemble
-    (tmp_path / "k_0.resources.txt").write_text(
-        "Resources(smem_scratch_bytes=100000, barrier_counts=Counter({Barrier(arrival_count=8, num_barriers=2, "
-        "orders_tensor_core=False): 3}))"
-    )
+    log = tmp_path / "k_0.mlir-passes.log"
+    log.write_text("gpu.launch dynamic_shared_memory_size %a {\ngpu.launch dynamic_shared_memory_size %c100048_i32 {\n")
     [kernel] = read_dump(tmp_path, DEVICES["h200"])
     assert (kernel.registers, kernel.spill_stores, kernel.spill_loads, kernel.stack) == (168, 8, 12, 16)
-    assert kernel.shared_memory == 100000 + 1 + 6 * 8
+    assert kernel.shared_memory == 100048 + 1
     assert (kernel.threads, kernel.code_bytes) == (384, None)
     assert (kernel.blocks_per_core, kernel.limited_by) == (1, "registers")
+    log.write_text("")
+    assert read_dump(tmp_path, DEVICES["h200"])[0].shared_memory is None
 
 
 def test_occupancy():
