@@ -18,7 +18,6 @@ from pallas_kernels.target import require_hopper
 HEAD_DIMS = (64, 128, 256)
 _CONSUMERS = 2
 _BLOCK_Q = _CONSUMERS * ROWS
-_BLOCK_KV = SCALE_BLOCK
 _WEIGHT_BITS = 8
 """Weights are multiplied by 2**8 before they are rounded: at most 256 of 448, and above 2**-14 not subnormal."""
 
@@ -61,10 +60,10 @@ def flash_attention_mosaic_gpu_float8(
     require_hopper(interpret)
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
-    tiles = tiles or ForwardTiles(_BLOCK_KV, stages=2 if H > 128 else 4)
+    tiles = tiles or (ForwardTiles(block_kv=64, stages=4) if H > 128 else ForwardTiles(block_kv=128, stages=4))
     _require_supported(q, k, v, q_segment_ids is not None, tiles)
     visibility = blocks.Visibility(T, S, causal, sliding_window, False)
-    stages, num_tiles = tiles.stages, pl.cdiv(T, _BLOCK_Q)
+    block_kv, stages, num_tiles = tiles.block_kv, tiles.stages, pl.cdiv(T, _BLOCK_Q)
     width = min(H, 128)
     pieces = range(H // width)
 
@@ -75,7 +74,7 @@ def flash_attention_mosaic_gpu_float8(
         batch, head, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
         kv_head = lax.div(head, jnp.asarray(N // K, jnp.int32))
         tile = num_tiles - 1 - lax.axis_index("tile")  # under a causal mask the last tiles are the longest
-        visit = visibility.key_blocks(tile * _BLOCK_Q, _BLOCK_Q, _BLOCK_KV)
+        visit = visibility.key_blocks(tile * _BLOCK_Q, _BLOCK_Q, block_kv)
 
         def slot_of(index):
             return lax.rem(index, jnp.asarray(stages, jnp.int32))
@@ -87,7 +86,7 @@ def flash_attention_mosaic_gpu_float8(
             @pl.loop(0, visit.count)
             def _step(index):
                 slot = slot_of(index)
-                keys = pl.ds(pl.multiple_of(visit.block(index) * _BLOCK_KV, _BLOCK_KV), _BLOCK_KV)
+                keys = pl.ds(pl.multiple_of(visit.block(index) * block_kv, block_kv), block_kv)
 
                 @pl.when(index >= stages)
                 def _wait_for_k():
@@ -116,23 +115,24 @@ def flash_attention_mosaic_gpu_float8(
 
             def step(index, carry, masked):
                 acc, m, l = carry
-                slot, block = slot_of(index), visit.block(index)
-                scores_scale = queries_scale * k_scale_gmem[batch, kv_head, block]
-                values_scale = v_scale_gmem[batch, kv_head, block]
+                slot, key = slot_of(index), visit.block(index) * block_kv
+                scale_block = lax.div(key, jnp.asarray(SCALE_BLOCK, jnp.int32))
+                scores_scale = queries_scale * k_scale_gmem[batch, kv_head, scale_block]
+                values_scale = v_scale_gmem[batch, kv_head, scale_block]
 
                 def scores(s_acc):
                     plgpu.wgmma(s_acc, q_tile, k_smem.at[slot].transpose((1, 0)))
                     return s_acc[...]
 
                 plgpu.barrier_wait(k_full.at[slot])
-                s = pl.run_scoped(scores, blocks.ACC((ROWS, _BLOCK_KV), jnp.float32))
+                s = pl.run_scoped(scores, blocks.ACC((ROWS, block_kv), jnp.float32))
                 plgpu.barrier_arrive(k_empty.at[slot])
                 if soft_cap is None:
                     s = s * (scores_scale * blocks.LOG2E)
                 else:
                     s = jnp.tanh(s * (scores_scale / soft_cap)) * (soft_cap * blocks.LOG2E)
                 if masked:
-                    s = blocks.where_visible(visibility, query, block * _BLOCK_KV, s, None, None, -jnp.inf)
+                    s = blocks.where_visible(visibility, query, key, s, None, None, -jnp.inf)
                 m_new = jnp.maximum(m, s.max(axis=1))
                 alpha = jnp.exp2(m - m_new)
                 p = jnp.exp2(s - blocks.rows_like(m_new - _WEIGHT_BITS, s.shape))
@@ -147,16 +147,16 @@ def flash_attention_mosaic_gpu_float8(
 
                     def values(v_acc, i=i):
                         plgpu.wgmma(v_acc, p_tile, v_smem.at[slot, i].transpose((1, 0)))
-                        return v_acc[...]
+                        before = acc[i] * blocks.rows_like(alpha, acc[i].shape)  # under the matmul
+                        return before + v_acc[...] * values_scale
 
-                    x = pl.run_scoped(values, blocks.ACC((ROWS, width), jnp.float32))
-                    sums.append(acc[i] * blocks.rows_like(alpha, x.shape) + x * values_scale)
+                    sums.append(pl.run_scoped(values, blocks.ACC((ROWS, width), jnp.float32)))
                 plgpu.barrier_arrive(v_empty.at[slot])
                 return tuple(sums), m_new, l
 
             acc = tuple(blocks.full((ROWS, width), 0) for _ in pieces)
             carry = acc, blocks.full((ROWS,), blocks.UNSEEN), blocks.full((ROWS,), 0)
-            for begin, end, masked in visibility.loops(visit, _BLOCK_KV):
+            for begin, end, masked in visibility.loops(visit, block_kv):
                 carry = lax.fori_loop(begin, end, lambda i, c, masked=masked: step(i, c, masked), carry)
             acc, m, l = carry
 
@@ -175,9 +175,9 @@ def flash_attention_mosaic_gpu_float8(
             plgpu.wait_smem_to_gmem(0)
 
     q, k = blocks.pad_rows(q, 1), blocks.pad_rows(k, 1)
-    v = blocks.pad_rows(v, 1, _BLOCK_KV).transpose(0, 2, 3, 1)
+    v = blocks.pad_rows(v, 1, SCALE_BLOCK).transpose(0, 2, 3, 1)
     padded_T = q.shape[1]
-    of_head, of_keys = blocks.tiled(H, FLOAT8), blocks.tiled(_BLOCK_KV, FLOAT8)
+    of_head, of_keys = blocks.tiled(H, FLOAT8), blocks.tiled(block_kv, FLOAT8)
     out, lse = plgpu.kernel(
         kernel,
         out_type=(
@@ -190,9 +190,9 @@ def flash_attention_mosaic_gpu_float8(
         thread_name="warpgroup",
         scratch_types={
             "q_smem": plgpu.SMEM((_CONSUMERS, ROWS, H), FLOAT8, transforms=of_head),
-            "k_smem": plgpu.SMEM((stages, _BLOCK_KV, H), FLOAT8, transforms=of_head),
-            "v_smem": plgpu.SMEM((stages, len(pieces), width, _BLOCK_KV), FLOAT8, transforms=of_keys),
-            "p_smem": plgpu.SMEM((_CONSUMERS, ROWS, _BLOCK_KV), FLOAT8, transforms=of_keys),
+            "k_smem": plgpu.SMEM((stages, block_kv, H), FLOAT8, transforms=of_head),
+            "v_smem": plgpu.SMEM((stages, len(pieces), width, block_kv), FLOAT8, transforms=of_keys),
+            "p_smem": plgpu.SMEM((_CONSUMERS, ROWS, block_kv), FLOAT8, transforms=of_keys),
             "out_smem": plgpu.SMEM(
                 (_CONSUMERS, ROWS, width), jnp.bfloat16, transforms=blocks.tiled(width, jnp.bfloat16)
             ),
@@ -218,5 +218,5 @@ def _require_supported(q: jax.Array, k: jax.Array, v: jax.Array, segments: bool,
         raise NotImplementedError("mosaic_gpu has no segment ids in float8 flash attention yet")
     if q.shape[-1] not in HEAD_DIMS:
         raise NotImplementedError(f"mosaic_gpu takes head dims {HEAD_DIMS} in float8, got {q.shape[-1]}")
-    if tiles.block_kv != _BLOCK_KV:
-        raise NotImplementedError(f"float8 needs block_kv={_BLOCK_KV}, the keys of a scale, got {tiles.block_kv}")
+    if tiles.block_kv not in (64, SCALE_BLOCK):
+        raise NotImplementedError(f"float8 needs block_kv 64 or 128, as {SCALE_BLOCK} keys share a scale, got {tiles.block_kv}")
