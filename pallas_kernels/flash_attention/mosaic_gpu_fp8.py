@@ -19,7 +19,7 @@ HEAD_DIMS = (64, 128, 256)
 _CONSUMERS = 2
 _BLOCK_Q = _CONSUMERS * ROWS
 _WEIGHT_BITS = 8
-"""Weights are multiplied by 2**8 before they are rounded: at most 256 of 448, and above 2**-14 not subnormal."""
+"""Weights are multiplied by 2**8 before they are rounded: at most 256, of 448; from 2**-14 on not subnormal."""
 
 
 def flash_attention_mosaic_gpu_float8(
@@ -31,28 +31,29 @@ def flash_attention_mosaic_gpu_float8(
     """Returns out bf16[B, T, N, H] and lse f32[B, N, T]; the semantic is that of `flash_attention_reference`.
 
     FlashAttention-2's loop (Dao, 2023) on the 8-bit tensor core. A thread block owns 128 queries of one head, which
-    share a scale: one warpgroup copies K and V by TMA into a ring in shared memory, two consumer warpgroups own 64
-    queries each. A step is one block of 128 keys, which share a scale too, so that all scales are scalars: those of
-    Q and K join the softmax scale, that of V multiplies the step's values as they are added to the output in f32.
-    This sum of its own for each step also keeps the tensor core's sums short, which for 8 bits have few bits.
+    share a scale: one warpgroup copies K and V by TMA into rings of shared memory, two consumer warpgroups own 64
+    queries each. A step is a block of keys within the 128 that share a scale, so that all scales are scalars: those
+    of Q and K join the softmax scale, that of V multiplies the step's values as they are added to the output in f32.
+    That each step has a sum of its own also keeps the tensor core's sums short, whose precision is below f32 here.
 
-    The tensor core takes 8-bit operands only with the contracted dimension innermost. For the values XLA transposes
-    V once to [B, K, H, S]. The weights are rounded to e4m3 after a factor of 256 and pass through shared memory, as
-    accumulators are laid out in registers unlike 8-bit operands. Each weight has a relative error up to 2**-4 (the
-    normalizer is summed unrounded); errors are independent, so that an output differs by about
-    2**-5.8 * sqrt(sum(w**2 * v**2)). Key blocks that no query of a tile sees are not loaded; masks are applied in
-    those at the edges alone. Tiles at the end of the sequence, the longest under a causal mask, are issued first.
+    The tensor core takes 8-bit operands only with the contracted dimension innermost: for the values XLA transposes
+    V to [B, K, H, S] beforehand. The weights, times 256, are rounded to e4m3 and pass through shared memory, since an
+    accumulator lies in registers otherwise than an 8-bit operand. A weight w has a relative error up to 2**-4, so an
+    output at most 2**-4 * sum(w * |v|); the errors of many weights cancel. The normalizer is summed unrounded.
+    Key blocks that no query of a tile sees are not loaded, and only those at the edges of the mask are masked. Tiles
+    at the end of the sequence, the longest under a causal mask, are issued first.
 
-    Work: 4 * H FLOPs a visible (query, key) pair; reads q, k and v (v twice and writes it once, for the transposition)
-    and writes out once from memory. Shared memory: 128 * H bytes for Q, as much a stage for each of K and V, 16 KiB of
-    weights and up to 32 KiB of output: 192 KiB at H = 128 with 4 stages, 208 KiB at H = 256 with 2. Accumulators of
-    values have at most 128 columns, of which H = 256 takes two in turn: 64 + H / 2 registers a thread.
+    Work: 4 * H FLOPs a visible (query, key) pair; reads q and k once, v twice, writes v once (to transpose it) and out.
+    Shared memory: 128 * H bytes of Q, 2 * block_kv * H a stage, 128 * block_kv of weights, up to 32 KiB of output:
+    195 KiB at H = 128 (128 keys, 4 stages), 203 KiB at H = 256 (64 keys, 4 stages), 107 KiB at H = 64. The step's
+    values are computed 128 columns at a time: a thread holds H/2 + 64 f32 of accumulators, or H/2 + block_kv/2 with
+    the scores, of 232 registers.
     Expected on H200 at H = 128, long and unmasked: 30-40 % of 1,979 TFLOP/s. The matmuls of a 64 x 128 block take 512
-    cycles of the tensor core; its softmax takes 512 of exp2 (16 a cycle and SM) and about as many of issue for
-    the other arithmetic, the staging of weights about 100. In each warpgroup they follow on one another, so
-    that the tensor core is shared by two chains of some 1,250 cycles with 512 of its own each, and nothing makes
-    them alternate. FlashAttention-3, which does so and overlaps within a warpgroup too, reports about 60 %. H = 64 halves the matmuls of the
-    same softmax: about 20 %. Not measured on hardware.
+    cycles of the tensor core; its exp2 take 512 (16 a cycle and SM), with about as many of issue for the
+    rest of the softmax and the update of the output. A warpgroup does one after the other, about 1,250 cycles a
+    block with the waits; two of them would fill 80 % of the tensor core if they never met there, but nothing makes
+    them take turns. FlashAttention-3, where they do, reports 60 %. H = 64 halves the matmuls of the same softmax:
+    about 20 %. Not measured on hardware.
 
     Raises:
         NotImplementedError: no Hopper GPU, segment ids, other dtypes, or a head dim or tiles without a kernel.
@@ -219,4 +220,4 @@ def _require_supported(q: jax.Array, k: jax.Array, v: jax.Array, segments: bool,
     if q.shape[-1] not in HEAD_DIMS:
         raise NotImplementedError(f"mosaic_gpu takes head dims {HEAD_DIMS} in float8, got {q.shape[-1]}")
     if tiles.block_kv not in (64, SCALE_BLOCK):
-        raise NotImplementedError(f"float8 needs block_kv 64 or 128, as {SCALE_BLOCK} keys share a scale, got {tiles.block_kv}")
+        raise NotImplementedError(f"float8 needs block_kv 64 or 128, within a scale's keys, got {tiles.block_kv}")
