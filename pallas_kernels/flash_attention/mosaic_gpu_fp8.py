@@ -138,8 +138,7 @@ def flash_attention_mosaic_gpu_float8(
                 alpha = jnp.exp2(m - m_new)
                 p = jnp.exp2(s - blocks.rows_like(m_new - _WEIGHT_BITS, s.shape))
                 l = l * alpha + p.sum(axis=1)
-                # Of four neighbours a thread, where the accumulator has two: stores of 32 bits.
-                p_tile[...] = plgpu.layout_cast(p.astype(FLOAT8), plgpu.Layout.WGMMA_UPCAST_2X)
+                p_tile[...] = p.astype(FLOAT8)
                 plgpu.commit_smem()
 
                 plgpu.barrier_wait(v_full.at[slot])
