@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.flash_attention import mosaic_gpu_blocks as blocks
+from pallas_kernels.flash_attention.mosaic_gpu_fp8 import flash_attention_mosaic_gpu_float8
 from pallas_kernels.flash_attention.tiles import ROWS, ForwardTiles, forward_tiles
 from pallas_kernels.target import require_hopper
 
@@ -49,8 +50,11 @@ def flash_attention_mosaic_gpu(
         NotImplementedError: no Hopper GPU, or a dtype or head dim without tiles.
     """
     require_hopper(interpret)
-    if q_scale is not None or k_scale is not None or v_scale is not None:
-        raise NotImplementedError("mosaic_gpu has no float8 flash attention yet")
+    if q_scale is not None and k_scale is not None and v_scale is not None:
+        return flash_attention_mosaic_gpu_float8(
+            q, k, v, q_segment_ids, kv_segment_ids, scale=scale, causal=causal, sliding_window=sliding_window,
+            soft_cap=soft_cap, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, interpret=interpret, tiles=tiles,
+        )  # fmt: skip
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
     blocks.require_supported(q, k, v)
