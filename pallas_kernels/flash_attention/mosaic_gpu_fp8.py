@@ -47,7 +47,7 @@ def flash_attention_mosaic_gpu_float8(
     Shared memory: 128 * H bytes of Q, 2 * block_kv * H a stage, 128 * block_kv of weights, up to 32 KiB of output:
     195 KiB at H = 128 (128 keys, 4 stages), 203 KiB at H = 256 (64 keys, 4 stages), 107 KiB at H = 64. The step's
     values are computed 128 columns at a time: a thread holds H/2 + 64 f32 of accumulators, or H/2 + block_kv/2 with
-    the scores, of 232 registers.
+    the scores, of 232 registers (H = 256 spills 20 bytes in the masked steps).
     Expected on H200 at H = 128, long and unmasked: 30-40 % of 1,979 TFLOP/s. The matmuls of a 64 x 128 block take 512
     cycles of the tensor core; its exp2 take 512 (16 a cycle and SM), with about as many of issue for the
     rest of the softmax and the update of the output. A warpgroup does one after the other, about 1,250 cycles a
