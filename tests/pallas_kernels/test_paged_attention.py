@@ -33,7 +33,9 @@ def case_and_answer(name, window):
     return case, expected(*case, window)
 
 
-@pytest.mark.parametrize("window", [None, 1, 8, 40, 1000])
+@pytest.mark.parametrize(
+    "window", [None, 8, pytest.param(1, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ROWS)
 def test_matches_float64(name, implementation, window):
@@ -84,7 +86,9 @@ def test_bfloat16(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize(
+    "formats", [name if name in ("int4", "kivi2") else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
+)
 def test_quantized_pages(formats, implementation):
     rows, num_decode_rows = ROWS["mixed"]
     case = make_case(rows, shape=(110, 5, 17), formats=formats)

@@ -77,6 +77,7 @@ def test_tiles_fit_the_hardware(group, length):
     assert tiles.block_k - length < 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_specs_lower(spec):
     start = time.process_time()
