@@ -41,8 +41,8 @@ def flash_attention_mosaic_gpu(
     Work: 4 * H FLOPs a visible (query, key) pair; reads q, k and v and writes out once from memory (K and V once more
     a wave of query tiles, mostly from L2). Tiles and shared memory: see `forward_tiles`; one thread block an SM.
     Expected on H200 at H = 128, long and unmasked: 65-75 % of 989 TFLOP/s. The matmuls of a 64 x 128 block take
-    1,024 cycles of the tensor core, its softmax about 350 cycles of issue (128 of them exp2, at 16 a cycle and SM
-    quarter), which the turns hide; what is lost is the start of a tile, the masked blocks and the power limit. H = 64
+    1,024 cycles of the tensor core, its softmax about 220 cycles of issue beside 512 of exp2 (16 a cycle and SM),
+    which the turns hide; what is lost is the start of a tile, the masked blocks and the power limit. H = 64
     halves the matmuls of the same softmax: about 50 %. FlashAttention-3 reports 75 % and 50 %. Not measured on
     hardware.
 

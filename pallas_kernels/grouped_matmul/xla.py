@@ -14,8 +14,8 @@ def grouped_matmul_xla(
 ) -> Float[Array, "T N"]:
     """See `grouped_matmul`.
 
-    What XLA makes of it (jax 0.12, by compile): on TPU a grouped product. On CPU and GPU a dense one: every row times
-    every expert, 2 * T * E * N * K FLOPs, with E masked copies of `x`; on an H200 at E = 8, N = 14336, K = 4096 and
+    What XLA makes of it (jax 0.12, by compile; TPU not looked at): on CPU and GPU a dense product, every row times each
+    expert, 2 * T * E * N * K FLOPs, with E masked copies of `x`; on an H200 at E = 8, N = 14336, K = 4096 and
     T = 4096 it also transposes all weights first (1.2 GB of temporary memory), at T = 16 it does not. Every expert is
     read, those without rows too.
     """

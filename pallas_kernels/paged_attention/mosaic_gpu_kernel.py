@@ -167,8 +167,10 @@ def _attend(
             factor = c.scale * LOG2E
         else:
             s, factor = jnp.tanh(s * (c.scale / c.soft_cap)), c.soft_cap * LOG2E
-        if masked:  # scaled first: a fused multiply-subtract of the mask would leave its rounding error, 1e22
-            s = jnp.where(visible(block), s * factor, MASK_VALUE)
+        if masked or factor < 0:
+            s = s * factor
+            if masked:  # after scaling: a fused multiply-subtract of the mask would leave its rounding error, 1e22
+                s = jnp.where(visible(block), s, MASK_VALUE)
             m_new = jnp.maximum(m, s.max(axis=1))
             p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
         else:

@@ -26,10 +26,11 @@ def case_of(rows, num_heads=2, num_kv_heads=1, dtype=jnp.bfloat16, head_dim=64, 
 
 
 def check_kernel(case, wanted, num_decode_rows, tiles=ONE, detect_races=False, **options):
-    options = {"sliding_window": None, "soft_cap": None, "tree_mask": None} | options
+    scale = case[0].shape[-1] ** -0.5
+    options = {"scale": scale, "sliding_window": None, "soft_cap": None, "tree_mask": None} | options
     with interpreted(detect_races) as interpret:
         kernel = functools.partial(
-            ragged_paged_attention_mosaic_gpu, scale=case[0].shape[-1] ** -0.5, schedule=None, with_lse=True,
+            ragged_paged_attention_mosaic_gpu, schedule=None, with_lse=True,
             tiles=tiles, interpret=interpret, **options,
         )  # fmt: skip
         run = jax.jit(kernel if num_decode_rows is not None else lambda *a: kernel(*a[:6], None))
@@ -131,6 +132,12 @@ def test_page_sizes(page_size):
 def test_quantized_pages(formats):
     case = case_of([(1, 130), (3, 68)], head_dim=128, page_size=64, shape=(4, 2, 3), formats=formats)
     check_kernel(case, expected(*case), 1)
+
+
+@pytest.mark.slow
+def test_a_negative_scale():
+    case = case_of([(1, 130), (3, 68)], shape=(4, 2, 9))
+    check_kernel((-4 * case[0], *case[1:]), expected(4 * case[0], *case[1:]), 1, scale=-0.125)
 
 
 @pytest.mark.slow
