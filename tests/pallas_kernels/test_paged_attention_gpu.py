@@ -137,7 +137,7 @@ def test_quantized_pages(formats):
 @pytest.mark.slow
 def test_a_negative_scale():
     case = case_of([(1, 130), (3, 68)], shape=(4, 2, 9))
-    check_kernel((-4 * case[0], *case[1:]), expected(4 * case[0], *case[1:]), 1, scale=-0.125)
+    check_kernel((-32 * case[0], *case[1:]), expected(32 * case[0], *case[1:]), 1, scale=-0.125)
 
 
 @pytest.mark.slow
