@@ -53,7 +53,7 @@ def require_hopper(interpret: Any) -> None:
         raise NotImplementedError(
             f"mosaic_gpu needs a Hopper GPU (H100, H200: compute capability 9.0), this is {target}"
         )
-    _require_manual_axes("mosaic_gpu")
+    require_one_device("mosaic_gpu")
 
 
 def require_tpu(interpret: Any) -> None:
@@ -65,10 +65,10 @@ def require_tpu(interpret: Any) -> None:
     target = current_target()
     if not interpret and target.platform != "tpu":
         raise NotImplementedError(f"mosaic_tpu needs a TPU, this is {target}")
-    _require_manual_axes("mosaic_tpu")
+    require_one_device("mosaic_tpu")
 
 
-def _require_manual_axes(name: str) -> None:
+def require_one_device(name: str) -> None:
     """Declines a mesh over which the compiler would have to split the kernel; inside shard_map it need not."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = {axis: mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes}
