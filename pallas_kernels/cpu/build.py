@@ -20,7 +20,7 @@ from pallas_kernels.cpu.isa import ISA
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).parents[1]
-OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fvisibility=hidden")
+OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi")
 
 
 class CannotBuild(Exception):

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -13,6 +14,11 @@
 #else
 #define JAXINFER_PAUSE() ((void)0)
 #endif
+
+// Defines the C function that jax.ffi calls; everything else in the library stays hidden.
+#define JAXINFER_HANDLER(name, function, binding)                                                   \
+  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* name(XLA_FFI_CallFrame* frame); \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function, binding)
 
 namespace jaxinfer {
 
@@ -37,7 +43,7 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t n, int64_t grain, const Bo
       shared->done.fetch_add(1, std::memory_order_release);
     }
   };
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(work);
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(std::remove_const_t<decltype(work)>(work));
   work();
   while (shared->done.load(std::memory_order_acquire) < pieces) JAXINFER_PAUSE();
 }

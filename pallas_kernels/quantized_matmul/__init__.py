@@ -1,6 +1,25 @@
-"""Products with weights in 8 and 4 bits: of float activations, or of activations quantized a token at a time."""
+"""Products with weights in 4 to 8 bits: of float activations, or of activations quantized as they come."""
 
 from pallas_kernels.quantized_matmul.api import quantized_matmul
+from pallas_kernels.quantized_matmul.cpu_weights import (
+    CpuWeight,
+    dequantize_cpu_weight,
+    pack_cpu,
+    quantize_cpu_weight,
+    repack_gguf,
+    take_rows,
+)
 from pallas_kernels.quantized_matmul.weights import QuantizedWeight, dequantize_weight, quantize_weight
 
-__all__ = ["QuantizedWeight", "dequantize_weight", "quantize_weight", "quantized_matmul"]
+__all__ = [
+    "CpuWeight",
+    "QuantizedWeight",
+    "dequantize_cpu_weight",
+    "dequantize_weight",
+    "pack_cpu",
+    "quantize_cpu_weight",
+    "quantize_weight",
+    "quantized_matmul",
+    "repack_gguf",
+    "take_rows",
+]

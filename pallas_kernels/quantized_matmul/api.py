@@ -11,6 +11,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.pages import FLOAT8
 from pallas_kernels.quantized_matmul.activations import ACTIVATIONS, quantize_per_token
+from pallas_kernels.quantized_matmul.cpu import check_cpu_weight, quantized_matmul_cpu, quantized_matmul_jnp
+from pallas_kernels.quantized_matmul.cpu_weights import CpuWeight, dequantize_cpu_weight
 from pallas_kernels.quantized_matmul.reference import quantized_matmul_reference
 from pallas_kernels.quantized_matmul.tpu_tiles import prefer_xla
 from pallas_kernels.quantized_matmul.weights import PACK_BLOCK, QuantizedWeight, dequantize_weight
@@ -32,23 +34,39 @@ def _mosaic_tpu(*args: Any, **kwargs: Any) -> jax.Array:
     return quantized_matmul_mosaic_tpu(*args, **kwargs)
 
 
+def _cpu(*args: Any, **kwargs: Any) -> jax.Array:
+    raise NotImplementedError("cpu needs a CpuWeight; pack it with quantize_cpu_weight, pack_cpu or repack_gguf")
+
+
+def _not_of_cpu_weights(*args: Any, **kwargs: Any) -> jax.Array:
+    raise NotImplementedError("a CpuWeight is laid out for CPUs; quantize_weight makes one for GPUs and TPUs")
+
+
 IMPLEMENTATIONS = {
     "mosaic_gpu": _mosaic_gpu,
     "mosaic_tpu": _mosaic_tpu,
+    "cpu": _cpu,
     "xla": quantized_matmul_xla,
     "reference": quantized_matmul_reference,
+}
+CPU_WEIGHT_IMPLEMENTATIONS = {  # the same names
+    "mosaic_gpu": _not_of_cpu_weights,
+    "mosaic_tpu": _not_of_cpu_weights,
+    "cpu": quantized_matmul_cpu,
+    "xla": quantized_matmul_jnp,
+    "reference": quantized_matmul_jnp,
 }
 
 
 def quantized_matmul(
     x: Float[Array, "*batch K"],
-    weight: QuantizedWeight,
+    weight: QuantizedWeight | CpuWeight,
     *,
     activations: str | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*batch N"]:
-    """Returns `x @ dequantize_weight(weight).T`, summed in f32.
+    """Returns `x @ dequantize_weight(weight).T` (or `dequantize_cpu_weight`), summed in f32.
 
     Differentiable with respect to `x` by reverse mode, so that adapters train on a frozen quantized model: the
     gradient is that of the product with the dequantized weight in the type of `x` (with `activations`, as if they
@@ -56,17 +74,19 @@ def quantized_matmul(
 
     Args:
         x: bf16, f16 or f32.
-        weight: the matrix f[N, K]: int8, float8 or 4 bits.
+        weight: the matrix f[N, K]: int8, float8 or 4 bits; a `CpuWeight` for CPUs.
         activations: None multiplies `x` as it is; "int8" and "float8" first quantize it, one scale a row (see
             `quantize_per_token`), for integer and for float8 weights: twice the arithmetic rate, some accuracy lost.
+            A `CpuWeight` takes "int8", with one scale a row and 32 inputs (see `round_activations`).
         out_dtype: floating type of the result, None for that of `x`.
-        implementation: "mosaic_gpu", "mosaic_tpu", "xla", "reference", or None for the fastest that accepts.
+        implementation: "mosaic_gpu", "mosaic_tpu", "cpu", "xla", "reference", or None for the fastest that accepts.
 
     Raises:
         ValueError: shapes or types do not fit together, the implementation is unknown, or a gradient with respect to
             the weight is asked for.
     """
-    _check_weight(weight)
+    packed = isinstance(weight, CpuWeight)
+    check_cpu_weight(weight) if packed else _check_weight(weight)
     N, K = weight.shape
     if not x.ndim or x.shape[-1] != K:
         raise ValueError(f"x must have shape [..., K={K}], the inputs of the weight {weight.shape}, got {x.shape}")
@@ -74,8 +94,8 @@ def quantized_matmul(
         raise ValueError(f'x must be bf16, f16 or f32, got {x.dtype}; to multiply integers set activations="int8"')
     if activations not in (None, *ACTIVATIONS):
         raise ValueError(f"activations must be one of {ACTIVATIONS} or None, got {activations!r}")
-    if activations is not None and (activations == "float8") != (weight.data.dtype == FLOAT8):
-        fitting = "float8" if weight.data.dtype == FLOAT8 else "int8"
+    fitting = "float8" if weight.data.dtype == FLOAT8 else "int8"
+    if activations not in (None, fitting):
         raise ValueError(f'{activations=} does not go with {weight.data.dtype} weights; use "{fitting}" or None')
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if out_dtype not in _FLOATS:
@@ -88,8 +108,15 @@ def quantized_matmul(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _product(
-    x: jax.Array, weight: QuantizedWeight, activations: str | None, out_dtype: jnp.dtype, implementation: str | None
+    x: jax.Array,
+    weight: QuantizedWeight | CpuWeight,
+    activations: str | None,
+    out_dtype: jnp.dtype,
+    implementation: str | None,
 ) -> jax.Array:
+    if isinstance(weight, CpuWeight):
+        how = {"activations": activations, "out_dtype": out_dtype}
+        return dispatch("quantized_matmul", CPU_WEIGHT_IMPLEMENTATIONS, implementation, x, weight, **how)
     x_scale = None
     if activations is not None:
         x, x_scale = quantize_per_token(x, activations)
@@ -100,7 +127,7 @@ def _product(
     )
 
 
-def _forward(x: Any, weight: Any, *static: Any) -> tuple[jax.Array, tuple[jax.Array, QuantizedWeight]]:
+def _forward(x: Any, weight: Any, *static: Any) -> tuple[jax.Array, tuple[jax.Array, QuantizedWeight | CpuWeight]]:
     if any(leaf.perturbed for leaf in jax.tree.leaves(weight)):
         raise ValueError(
             "quantized_matmul has no gradient with respect to a quantized weight; differentiate with respect to x, "
@@ -117,7 +144,8 @@ def _backward(
     empty, weight = kept
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return None, None
-    matrix = dequantize_weight(weight).astype(empty.dtype)
+    matrix = dequantize_cpu_weight(weight) if isinstance(weight, CpuWeight) else dequantize_weight(weight)
+    matrix = matrix.astype(empty.dtype)
     precision = lax.Precision.HIGHEST if empty.dtype == jnp.float32 else None
     gradient = lax.dot(cotangent.astype(empty.dtype), matrix, precision=precision, preferred_element_type=jnp.float32)
     return gradient.astype(empty.dtype), None

@@ -1,0 +1,94 @@
+"""The quantized matmul as a C++ kernel on a CPU, and the same product in jnp."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.cpu import Library, require_cpu
+from pallas_kernels.quantized_matmul.cpu_weights import BITS, INPUTS, ROWS, CpuWeight, dequantize_cpu_weight
+
+_TYPES = (jnp.float32, jnp.bfloat16)
+
+
+def quantized_matmul_cpu(
+    x: Float[Array, "M K"],
+    weight: CpuWeight,
+    *,
+    activations: str | None = None,
+    out_dtype: jax.typing.DTypeLike = jnp.float32,
+    library: Library | None = None,
+) -> Float[Array, "M N"]:
+    """Returns `x @ dequantize_cpu_weight(weight).T`, summed in f32, on the CPU's own integer units.
+
+    Args:
+        x: f32 or bf16.
+        weight: the matrix f[N, K].
+        activations: None for exact products; "int8" rounds `x` as `round_activations` does, much faster.
+        out_dtype: f32 or bf16.
+        library: the compiled kernels, by default those for the best instructions of this machine.
+
+    Raises:
+        NotImplementedError: not a CPU, no compiler, or other types.
+    """
+    library = library or require_cpu()
+    for name, dtype in (("x", x.dtype), ("out_dtype", jnp.dtype(out_dtype))):
+        if dtype not in _TYPES:
+            raise NotImplementedError(f"cpu needs {name} in f32 or bf16, got {dtype}")
+    check_cpu_weight(weight)
+    M, N = x.shape[0], weight.num_rows
+    call = jax.ffi.ffi_call(
+        library.target("quantized_matmul"), jax.ShapeDtypeStruct((M, N), out_dtype), vmap_method="sequential"
+    )
+    offset = jnp.zeros((0,), jnp.float16) if weight.offset is None else weight.offset
+    return call(x, weight.data, weight.scale, offset, int8=np.bool_(activations is not None))
+
+
+def quantized_matmul_jnp(
+    x: Float[Array, "M K"], weight: CpuWeight, *, activations: str | None, out_dtype: jax.typing.DTypeLike
+) -> Float[Array, "M N"]:
+    """Returns the product of the dequantized matrix in f32: what the kernel has to compute; arguments as there."""
+    values = round_activations(x) if activations is not None else x.astype(jnp.float32)
+    one = values.shape[0] == 1  # XLA is slow at one row alone
+    values = jnp.pad(values, ((0, 1), (0, 0))) if one else values
+    contract_inputs = (((1,), (1,)), ((), ()))
+    product = lax.dot_general(values, dequantize_cpu_weight(weight), contract_inputs, precision=lax.Precision.HIGHEST)
+    return (product[:1] if one else product).astype(out_dtype)
+
+
+def round_activations(x: Float[Array, "M K"]) -> Float[Array, "M K"]:
+    """Returns f32 values of 8-bit codes, one scale a row and 32 inputs, whose largest magnitude becomes 127.
+
+    Rounding is to nearest, ties to even. A NaN or an infinity makes its block, hence its row of a product, NaN.
+    """
+    blocks = x.astype(jnp.float32).reshape(x.shape[0], -1, INPUTS)
+    size = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1, keepdims=True), 1e-30)
+    return (jnp.round(blocks * (127.0 / size)) * (size * np.float32(1 / 127))).reshape(x.shape)
+
+
+def check_cpu_weight(weight: CpuWeight) -> None:
+    """Checks the shapes and types of a weight.
+
+    Raises:
+        ValueError: they are not those of `CpuWeight`.
+    """
+    data, scale, N = weight.data, weight.scale, weight.num_rows
+    if data.ndim != 5 or data.shape[2] not in BITS or data.shape[3:] != (ROWS, 4):
+        raise ValueError(f"weight.data must be [N / 8, K / 32, bits of {BITS}, 8, 4], got {data.shape}; see pack_cpu")
+    wanted = jnp.int8 if data.shape[2] == 8 else jnp.uint8
+    if data.dtype != wanted:
+        raise ValueError(f"weight.data of {data.shape[2]} bits must be {jnp.dtype(wanted)}, got {data.dtype}")
+    rows, tiles = data.shape[:2]
+    if -(-N // ROWS) != rows:
+        raise ValueError(f"weight.num_rows={N} does not fit weight.data with {rows} tiles of {ROWS} rows")
+    if not tiles:
+        raise ValueError("weight has no inputs: K = 0")
+    for name, array in (("scale", scale), ("offset", weight.offset)):
+        if array is None:
+            continue
+        if array.shape not in [(rows, tiles * n, ROWS) for n in (1, 2)] or array.dtype != jnp.float16:
+            shape = f"{rows}, {tiles} or {2 * tiles}, {ROWS}"
+            raise ValueError(f"weight.{name} must be f16[{shape}], got {array.dtype}{array.shape}")
+    if weight.offset is not None and (weight.offset.shape != scale.shape or data.shape[2] == 8):
+        raise ValueError("weight.offset must have the shape of weight.scale, and be None for 8 bits")
