@@ -37,7 +37,7 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t n, int64_t grain, const Bo
       shared->done.fetch_add(1, std::memory_order_release);
     }
   };
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(work);
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(work)(work));
   work();
   while (shared->done.load(std::memory_order_acquire) < pieces) JAXINFER_PAUSE();
 }
