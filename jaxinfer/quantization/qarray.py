@@ -3,19 +3,19 @@
 Two layouts, one meaning: `CpuWeight` is tiled for the C++ kernels, `QuantizedWeight` is what GPU, TPU and XLA read.
 """
 
-from typing import TypeIs
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import quantized_matmul as packed
 from pallas_kernels.quantized_matmul import CpuWeight, QuantizedWeight, dequantize_weight
-from pallas_kernels.quantized_matmul import cpu_weights as cpu
 
 type QArray = CpuWeight | QuantizedWeight
 
 
-def is_packed(weight: object) -> TypeIs[QArray]:
+def is_packed(weight: object) -> TypeGuard[QArray]:
     """Whether a parameter is a packed matrix."""
     return isinstance(weight, CpuWeight | QuantizedWeight)
 
@@ -23,6 +23,6 @@ def is_packed(weight: object) -> TypeIs[QArray]:
 def take_rows(weight: QArray, rows: Int[Array, " T"]) -> Float[Array, "T K"]:
     """Returns the given rows of the matrix, f32; rows must be in range."""
     if isinstance(weight, CpuWeight):
-        return cpu.take_rows(weight, rows)
+        return packed.take_rows(weight, rows)
     taken = jax.tree.map(lambda part: jnp.take(part, rows, axis=0, mode="clip"), weight)
     return dequantize_weight(taken)
