@@ -31,7 +31,7 @@ class LLM:
 
     def __init__(
         self, model: str | Path | Model, *, dtype: str | None = None, quantize: str | None = None,
-        exact: bool = False, compile_cache: bool = True, progress: Progress | None = None, **engine_options: Any,
+        activations: str | None = None, compile_cache: bool = True, progress: Progress | None = None, **engine_options: Any,
     ):  # fmt: skip
         """Loads the model and allocates the KV cache; steps are compiled when they first occur, or by `warmup`.
 
@@ -39,7 +39,7 @@ class LLM:
             model: what `load` accepts, or a loaded model.
             dtype: see `load`; this and the next two only for a model that is yet to be loaded.
             quantize: see `load`.
-            exact: see `load`.
+            activations: see `load`.
             compile_cache: keep compiled steps on disk, so that the next start need not compile them.
             progress: called with bytes done and in all during a download.
             **engine_options: fields of `EngineConfig`.
@@ -51,10 +51,10 @@ class LLM:
         if compile_cache:
             enable_compile_cache()
         if isinstance(model, Model):
-            if (dtype, quantize, exact) != (None, None, False):
-                raise ValueError("dtype, quantize and exact go to load() when the model is already loaded")
+            if (dtype, quantize, activations) != (None, None, None):
+                raise ValueError("dtype, quantize and activations go to load() when the model is already loaded")
         else:
-            model = load(model, dtype=dtype, quantize=quantize, exact=exact, progress=progress)
+            model = load(model, dtype=dtype, quantize=quantize, activations=activations, progress=progress)
         self.model = model
         self.engine = Engine(model, config)
         self._ids = itertools.count()

@@ -77,7 +77,7 @@ def load(
     *,
     dtype: str | None = None,
     quantize: str | None = None,
-    exact: bool = False,
+    activations: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     rules: AxisRules | None = None,
     progress: Progress | None = None,
@@ -93,8 +93,9 @@ def load(
         quantize: "int8" or "int4" packs every matrix of a model in 8 or 4 bits, rounded to nearest; "none" expands
             packed ones to `dtype`. None keeps what a GGUF file has packed as it is, on one device; over a mesh and
             from other files it is "none".
-        exact: multiply packed weights by activations as they are. Otherwise, on CPU, activations are rounded to 8
-            bits first (one scale for 32 of them, as llama.cpp does), which is several times as fast.
+        activations: "int8" rounds what packed weights are multiplied with to 8 bits (on CPU one scale for 32 inputs, as
+            llama.cpp does): prompts and batches are processed in half the time, at a small loss of accuracy, and a
+            token may then depend on how requests are batched. None multiplies them as they are.
         mesh: shards the weights over its devices by `rules`; None puts them on the default device.
         rules: logical axes to mesh axes; None takes the defaults of `AxisRules`.
         progress: called with bytes done and in all during a download.
@@ -104,7 +105,7 @@ def load(
         ValueError: the model is unknown, damaged, of an unsupported architecture or has unsupported options.
     """
     path = resolve(str(model), progress=progress)
-    options = _Options(_dtype(dtype), quantize, exact, mesh, rules or AxisRules(), load_progress)
+    options = _Options(_dtype(dtype), quantize, activations, mesh, rules or AxisRules(), load_progress)
     if path.is_file() and path.suffix == ".safetensors":
         raise ValueError(f"{path} is a weight file alone; give the directory with its config.json and tokenizer.json")
     if path.is_file():
@@ -120,7 +121,7 @@ class _Options:
 
     dtype: Any
     quantize: str | None
-    exact: bool
+    activations: str | None
     mesh: jax.sharding.Mesh | None
     rules: AxisRules
     progress: Progress | None
@@ -128,6 +129,8 @@ class _Options:
     def __post_init__(self) -> None:
         if self.quantize not in (*QUANTIZE, None):
             raise ValueError(f"quantize must be one of {', '.join(QUANTIZE)} or None, got {self.quantize!r}")
+        if self.activations not in ("int8", None):
+            raise ValueError(f'activations must be "int8" or None, got {self.activations!r}')
         if self.mesh is not None and self.quantize in ("int8", "int4"):
             raise ValueError(f"quantize={self.quantize!r} packs weights for one device so far: leave out the mesh")
 
@@ -144,8 +147,7 @@ class _Options:
 
     def decoder(self, config: ModelConfig) -> Decoder:
         """Returns the decoder for the parameters."""
-        rounds = not self.exact and jax.default_backend() == "cpu"
-        return Decoder(config, self.dtype, activations="int8" if rounds else None)
+        return Decoder(config, self.dtype, activations=self.activations)
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:

@@ -33,9 +33,11 @@ def packed_plan(
         quantize: "int8" (one scale an output) or "int4" (a scale and an offset for 32 inputs) rounds every matrix; None
             keeps GGUF's packed types as they are, and rounds those that have no kernel to 8 bits in groups of 32.
     """
-    layout = current_layout()
+    layout, names = current_layout(), set(source.names())
     result, converted, left = dict(plan), Counter[str](), Counter[str]()
     for name, target in plan.items():
+        if name not in names:
+            continue  # load_tree says so
         leaf, stored = abstract[target.path], source.spec(name).dtype
         if leaf.ndim != 2 or not (quantize or (isinstance(source, GGUFFile) and source.is_packed(name))):
             continue
