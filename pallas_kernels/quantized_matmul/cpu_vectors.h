@@ -113,6 +113,14 @@ JAXINFER_INLINE Ints add_pairs(Shorts v) {
 #endif
 }
 
+// Keeps GCC from collecting what is to be added up until the registers overflow.
+template <class Vector>
+JAXINFER_INLINE void add_now(Vector& sum) {
+#if defined(__AVX2__)
+  asm("" : "+x"(sum));
+#endif
+}
+
 // Adds to sums[m] the dot products of chunks [Begin, End) of a tile with each of R rows of x, 4 inputs of all R rows in
 // turn. Below 8 bits as many chunks as surely fit are summed in 16 bits.
 template <int Bits, int R, int Begin, int End>
@@ -139,10 +147,16 @@ JAXINFER_INLINE void dots(const uint8_t* tile, const int8_t* x, Ints (&sums)[R])
     for (int i = begin; i < begin + run; ++i) {
       const Bytes codes = unpack<Bits>(tile, i);
 #pragma GCC unroll 8
-      for (int m = 0; m < R; ++m) products[m] += pair_products<Bits>(codes, x + (i * R + m) * 4);
+      for (int m = 0; m < R; ++m) {
+        products[m] += pair_products<Bits>(codes, x + (i * R + m) * 4);
+        if (R > 2) add_now(products[m]);
+      }
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < R; ++m) sums[m] += add_pairs(products[m]);
+    for (int m = 0; m < R; ++m) {
+      sums[m] += add_pairs(products[m]);
+      if (R > 2) add_now(sums[m]);
+    }
   }
 #endif
 }
