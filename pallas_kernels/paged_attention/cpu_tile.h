@@ -15,7 +15,7 @@ constexpr int kRows = 6;               // rows of the micro-kernel: 12 sums in r
 inline int64_t tile_tokens(int64_t group) { return std::max<int64_t>(1, kTileVectors / group); }
 
 inline int64_t tile_scratch(int64_t rows, int64_t H) {
-  return rows * (H + kTileKeys) + 2 * kTileKeys * State::padded(H) + 4 * kTileKeys;
+  return rows * H + kRows * kTileKeys + 2 * kTileKeys * State::padded(H) + 4 * kTileKeys;
 }
 
 // c[R, kPanel] = a[R, n] . b[n, kPanel], added to c or not.
@@ -100,8 +100,8 @@ template <class TK, class TV>
 void tile(const Problem& a, const Job& job, int64_t begin, int64_t end, const State& state, float* scratch) {
   const int64_t H = a.H, stride = State::padded(H), rows = job.count * a.group;
   float* q = scratch;
-  float* scores = q + rows * H;  // [rows, kTileKeys]
-  float* packed_keys = scores + rows * kTileKeys;
+  float* scores = q + rows * H;  // [kRows, kTileKeys]
+  float* packed_keys = scores + kRows * kTileKeys;
   float* packed_values = packed_keys + kTileKeys * stride;
   const TK** keys = reinterpret_cast<const TK**>(packed_values + kTileKeys * stride);
   const TV** values = reinterpret_cast<const TV**>(keys + kTileKeys);
@@ -121,17 +121,17 @@ void tile(const Problem& a, const Job& job, int64_t begin, int64_t end, const St
       const int64_t n = std::min(to, last + 1) - first;  // keys that the block's last vector may see
       if (n <= 0) continue;
       const int64_t panels = (n + kPanel - 1) / kPanel;
-      float* s = scores + r * kTileKeys;
-      multiply_panels<false>(count, q + r * H, H, packed_keys, kPanel * H, H, panels, s, kTileKeys);
-      for (int64_t i = r; i < r + count; ++i, s += kTileKeys) {
+      multiply_panels<false>(count, q + r * H, H, packed_keys, kPanel * H, H, panels, scores, kTileKeys);
+      for (int64_t i = r; i < r + count; ++i) {
+        float* s = scores + (i - r) * kTileKeys;
         const int64_t t = i / a.group, position = job.position + t, width = panels * kPanel;
         if (a.soft_cap) cap(s, width, a.soft_cap);
         if (position + 1 < first + width || position - a.window + 1 > first || a.W)
           mask(a, start, job.token + t, position, first, width, s);
         multiply(state.acc + i * stride, stride, softmax(s, width, state.m[i], state.l[i]));
       }
-      multiply_panels<true>(count, scores + r * kTileKeys, kTileKeys, packed_values, kTileKeys * kPanel, n,
-                            stride / kPanel, state.acc + r * stride, stride);
+      multiply_panels<true>(count, scores, kTileKeys, packed_values, kTileKeys * kPanel, n, stride / kPanel,
+                            state.acc + r * stride, stride);
     }
   }
 }
