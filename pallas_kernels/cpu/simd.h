@@ -7,6 +7,12 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__clang__)
+#define JAXINFER_UNROLL _Pragma("unroll")
+#else
+#define JAXINFER_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace jaxinfer {
 
 #if defined(__AVX__)
@@ -61,6 +67,13 @@ inline WideVec load_wide(const float* p) {
   return v;
 }
 inline void store_wide(float* p, WideVec v) { std::memcpy(p, &v, sizeof v); }
+
+// Asks for the cache lines of n values at p.
+template <class T>
+inline void prefetch(const T* p, int64_t n) {
+  const char* bytes = reinterpret_cast<const char*>(p);
+  for (int64_t i = 0; i < n * int64_t(sizeof(T)); i += 64) __builtin_prefetch(bytes + i);
+}
 
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
@@ -123,6 +136,34 @@ inline void store_sums(float* out, Vec a, Vec b, Vec c, Vec d) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)));
 #else
   out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
+#endif
+}
+
+// Exchanges rows and columns of kLanes vectors.
+inline void transpose(Vec* x) {
+#if defined(__AVX__)
+  __m256 pairs[8], quads[8];
+  JAXINFER_UNROLL for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps((__m256)x[i], (__m256)x[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps((__m256)x[i], (__m256)x[i + 1]);
+  }
+  JAXINFER_UNROLL for (int i = 0; i < 8; i += 4) {
+    quads[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+    quads[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+    quads[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+    quads[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
+  }
+  JAXINFER_UNROLL for (int i = 0; i < 4; ++i) {
+    x[i] = (Vec)_mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20);
+    x[i + 4] = (Vec)_mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31);
+  }
+#else
+  for (int i = 0; i < kLanes; ++i)
+    for (int j = 0; j < i; ++j) {
+      const float kept = x[i][j];
+      x[i][j] = x[j][i];
+      x[j][i] = kept;
+    }
 #endif
 }
 

@@ -54,6 +54,13 @@ struct Plan {
   int64_t scratch = 0;  // floats that a thread needs
   double cost = 0;
 
+  void clear() {
+    jobs.clear();
+    parts.clear();
+    partial = scratch = 0;
+    cost = 0;
+  }
+
   void add(const Problem& a, Job job) {
     const int64_t rows = job.count * a.group;
     const int64_t first = job.key_begin / job.split;
@@ -72,6 +79,7 @@ int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / mult
 
 // Jobs of rows with many query tokens first, the longest first: the small ones then fill the threads evenly.
 void make_plan(const Problem& a, Plan& plan) {
+  plan.clear();
   for (const bool decoding : {false, true})
     for (int64_t row = 0; row < a.S; ++row) {
       const int64_t token = std::clamp<int64_t>(a.cu_q_lens[row], 0, a.T);
@@ -132,11 +140,12 @@ void finish(const Problem& a, const Job& job, float* memory) {
 }
 
 void attend(const Problem& a, ffi::ThreadPool& pool) {
-  static thread_local Scratch partials;
-  Plan plan;
+  static thread_local Scratch partials;  // like the plan, kept from call to call
+  static thread_local Plan own_plan;
+  Plan& plan = own_plan;  // the other threads use this one, not theirs
   make_plan(a, plan);
   float* shared = partials.floats(plan.partial);
-  const auto left = std::make_unique<std::atomic<int32_t>[]>(plan.jobs.size());
+  const auto left = std::make_unique<std::atomic<int32_t>[]>(plan.jobs.size());  // parts of a job not yet done
   for (size_t j = 0; j < plan.jobs.size(); ++j) left[j].store(plan.jobs[j].splits, std::memory_order_relaxed);
 
   const int64_t count = plan.parts.size();

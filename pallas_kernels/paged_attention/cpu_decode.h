@@ -7,6 +7,7 @@
 namespace jaxinfer::attention {
 
 constexpr int64_t kBlock = 256;    // keys whose scores are kept at once
+constexpr int64_t kAhead = 32;       // keys between what is used and what is fetched from memory
 constexpr int64_t kValueBlock = 32;  // values that stay in the first cache for all query vectors
 
 // Query vectors taken at once when `left` are left.
@@ -17,33 +18,35 @@ inline int64_t decode_scratch(int64_t group, int64_t H) { return group * (H + kB
 // scores[i][0 .. 3] = q[i] . k[0 .. 3]
 template <int Q, class T>
 void four_scores(const float* q, int64_t H, const T* const* k, float* scores) {
-  Vec acc[Q][4] = {};
-  for (int64_t h = 0; h < H; h += kLanes) {
+  Vec acc[Q][4];
+  JAXINFER_UNROLL for (int i = 0; i < 4 * Q; ++i) acc[i / 4][i % 4] = Vec{};
+  int64_t h = 0;
+  do {
     Vec x[Q];
-    for (int i = 0; i < Q; ++i) x[i] = load(q + i * H + h);
-    for (int j = 0; j < 4; ++j) {
+    JAXINFER_UNROLL for (int i = 0; i < Q; ++i) x[i] = load(q + i * H + h);
+    JAXINFER_UNROLL for (int j = 0; j < 4; ++j) {
       const Vec key = load(k[j] + h);
-      for (int i = 0; i < Q; ++i) acc[i][j] += x[i] * key;
+      JAXINFER_UNROLL for (int i = 0; i < Q; ++i) acc[i][j] += x[i] * key;
     }
-  }
-  for (int i = 0; i < Q; ++i) store_sums(scores + i * kBlock, acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
+  } while ((h += kLanes) < H);
+  JAXINFER_UNROLL for (int i = 0; i < Q; ++i)
+    store_sums(scores + i * kBlock, acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
 }
 
 // acc[i][h .. h + C * kLanes] += sum over j of p[i][j] * v[j]
 template <int Q, int C, class T>
 void add_columns(const float* p, int64_t n, const T* const* v, int64_t h, float* acc, int64_t stride) {
   Vec sums[Q][C];
-  for (int i = 0; i < Q; ++i)
-    for (int c = 0; c < C; ++c) sums[i][c] = load(acc + i * stride + h + c * kLanes);
-  for (int64_t j = 0; j < n; ++j) {
+  JAXINFER_UNROLL for (int i = 0; i < Q * C; ++i) sums[i / C][i % C] = load(acc + i / C * stride + h + i % C * kLanes);
+  int64_t j = 0;
+  do {
     const T* value = v[j] + h;
-    for (int c = 0; c < C; ++c) {
+    JAXINFER_UNROLL for (int c = 0; c < C; ++c) {
       const Vec x = load(value + c * kLanes);
-      for (int i = 0; i < Q; ++i) sums[i][c] += p[i * kBlock + j] * x;
+      JAXINFER_UNROLL for (int i = 0; i < Q; ++i) sums[i][c] += p[i * kBlock + j] * x;
     }
-  }
-  for (int i = 0; i < Q; ++i)
-    for (int c = 0; c < C; ++c) store(acc + i * stride + h + c * kLanes, sums[i][c]);
+  } while (++j < n);
+  JAXINFER_UNROLL for (int i = 0; i < Q * C; ++i) store(acc + i / C * stride + h + i % C * kLanes, sums[i / C][i % C]);
 }
 
 template <int Q, class T>
@@ -71,24 +74,31 @@ void decode(const Problem& a, const Job& job, int64_t begin, int64_t end, const 
     find_rows(a, a.v_pages, job, block, block + n, values);
     int64_t padded = n;
     for (; padded % 8; ++padded) keys[padded] = keys[n - 1];
-    for (int64_t j = 0; j < padded; j += 4)
+    for (int64_t j = 0; j < padded; j += 4) {
+      for (int64_t i = 0; i < 4; ++i) {
+        const int64_t next = j + i + kAhead;
+        next < n ? prefetch(keys[next], H) : next < n + kAhead && next - n < n ? prefetch(values[next - n], H) : void();
+      }
       for (int64_t i = 0, count; i < a.group; i += count) {
         count = next_vectors(a.group - i);
         const auto run = count == 1 ? four_scores<1, TK> : count == 2 ? four_scores<2, TK> : four_scores<3, TK>;
         run(q + i * H, H, keys + j, scores + i * kBlock + j);
       }
+    }
     for (int64_t i = 0; i < a.group; ++i) {
       float* s = scores + i * kBlock;
       if (a.soft_cap) cap(s, padded, a.soft_cap);
       std::fill(s + n, s + padded, -kInfinity);
       multiply(state.acc + i * stride, stride, softmax(s, padded, state.m[i], state.l[i]));
     }
-    for (int64_t j = 0; j < n; j += kValueBlock)
+    for (int64_t j = 0; j < n; j += kValueBlock) {
+      for (int64_t i = j + kValueBlock; i < std::min(n, j + 2 * kValueBlock); ++i) prefetch(values[i], H);
       for (int64_t i = 0, count; i < a.group; i += count) {
         count = next_vectors(a.group - i);
         const auto run = count == 1 ? add_values<1, TV> : count == 2 ? add_values<2, TV> : add_values<3, TV>;
         run(scores + i * kBlock + j, std::min(kValueBlock, n - j), values + j, H, state.acc + i * stride, stride);
       }
+    }
   }
 }
 

@@ -15,26 +15,27 @@ constexpr int kRows = 6;               // rows of the micro-kernel: 12 sums in r
 inline int64_t tile_tokens(int64_t group) { return std::max<int64_t>(1, kTileVectors / group); }
 
 inline int64_t tile_scratch(int64_t rows, int64_t H) {
-  return rows * (H + kTileKeys) + 2 * kTileKeys * State::padded(H) + 4 * kTileKeys;
+  return rows * H + kRows * kTileKeys + 2 * kTileKeys * State::padded(H) + 4 * kTileKeys;
 }
 
 // c[R, kPanel] = a[R, n] . b[n, kPanel], added to c or not.
 template <int R, bool add>
 void multiply_panel(const float* a, int64_t stride_a, const float* b, int64_t n, float* c, int64_t stride_c) {
-  WideVec sums[R][2] = {};
-  if (add)
-    for (int i = 0; i < R; ++i)
-      for (int w = 0; w < 2; ++w) sums[i][w] = load_wide(c + i * stride_c + w * kWide);
-  for (int64_t k = 0; k < n; ++k, b += kPanel) {
+  WideVec sums[R][2];
+  JAXINFER_UNROLL for (int i = 0; i < 2 * R; ++i)
+    sums[i / 2][i % 2] = add ? load_wide(c + i / 2 * stride_c + i % 2 * kWide) : WideVec{};
+  int64_t k = 0;
+  do {
     const WideVec b0 = load_wide(b), b1 = load_wide(b + kWide);
-    for (int i = 0; i < R; ++i) {
+    JAXINFER_UNROLL for (int i = 0; i < R; ++i) {
       const float x = a[i * stride_a + k];
       sums[i][0] += x * b0;
       sums[i][1] += x * b1;
     }
-  }
-  for (int i = 0; i < R; ++i)
-    for (int w = 0; w < 2; ++w) store_wide(c + i * stride_c + w * kWide, sums[i][w]);
+    b += kPanel;
+  } while (++k < n);
+  JAXINFER_UNROLL for (int i = 0; i < 2 * R; ++i)
+    store_wide(c + i / 2 * stride_c + i % 2 * kWide, sums[i / 2][i % 2]);
 }
 
 // c[rows, panels * kPanel] (+)= a[rows, n] . panels of b, which lie `stride_b` apart
@@ -53,6 +54,16 @@ void pack_keys(const T* const* keys, int64_t from, int64_t to, int64_t H, float*
   if (from > 0 || to < kTileKeys) std::fill_n(packed, kTileKeys * H, 0.0f);
   for (int64_t j = from; j < to; ++j) {
     float* column = packed + j / kPanel * kPanel * H + j % kPanel;
+    if (j % kLanes == 0 && j + kLanes <= to) {
+      for (int64_t h = 0; h < H; h += kLanes) {
+        Vec block[kLanes];
+        JAXINFER_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(keys[j - from + i] + h);
+        transpose(block);
+        JAXINFER_UNROLL for (int i = 0; i < kLanes; ++i) store(column + (h + i) * kPanel, block[i]);
+      }
+      j += kLanes - 1;
+      continue;
+    }
     const T* key = keys[j - from];
     for (int64_t h = 0; h < H; ++h) column[h * kPanel] = to_float(key[h]);
   }
@@ -89,8 +100,8 @@ template <class TK, class TV>
 void tile(const Problem& a, const Job& job, int64_t begin, int64_t end, const State& state, float* scratch) {
   const int64_t H = a.H, stride = State::padded(H), rows = job.count * a.group;
   float* q = scratch;
-  float* scores = q + rows * H;  // [rows, kTileKeys]
-  float* packed_keys = scores + rows * kTileKeys;
+  float* scores = q + rows * H;  // [kRows, kTileKeys]
+  float* packed_keys = scores + kRows * kTileKeys;
   float* packed_values = packed_keys + kTileKeys * stride;
   const TK** keys = reinterpret_cast<const TK**>(packed_values + kTileKeys * stride);
   const TV** values = reinterpret_cast<const TV**>(keys + kTileKeys);
@@ -110,17 +121,17 @@ void tile(const Problem& a, const Job& job, int64_t begin, int64_t end, const St
       const int64_t n = std::min(to, last + 1) - first;  // keys that the block's last vector may see
       if (n <= 0) continue;
       const int64_t panels = (n + kPanel - 1) / kPanel;
-      float* s = scores + r * kTileKeys;
-      multiply_panels<false>(count, q + r * H, H, packed_keys, kPanel * H, H, panels, s, kTileKeys);
-      for (int64_t i = r; i < r + count; ++i, s += kTileKeys) {
+      multiply_panels<false>(count, q + r * H, H, packed_keys, kPanel * H, H, panels, scores, kTileKeys);
+      for (int64_t i = r; i < r + count; ++i) {
+        float* s = scores + (i - r) * kTileKeys;
         const int64_t t = i / a.group, position = job.position + t, width = panels * kPanel;
         if (a.soft_cap) cap(s, width, a.soft_cap);
         if (position + 1 < first + width || position - a.window + 1 > first || a.W)
           mask(a, start, job.token + t, position, first, width, s);
         multiply(state.acc + i * stride, stride, softmax(s, width, state.m[i], state.l[i]));
       }
-      multiply_panels<true>(count, scores + r * kTileKeys, kTileKeys, packed_values, kTileKeys * kPanel, n,
-                            stride / kPanel, state.acc + r * stride, stride);
+      multiply_panels<true>(count, scores, kTileKeys, packed_values, kTileKeys * kPanel, n, stride / kPanel,
+                            state.acc + r * stride, stride);
     }
   }
 }
