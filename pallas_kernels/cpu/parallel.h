@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <thread>
 #include <type_traits>
 
 #include "xla/ffi/api/ffi.h"
@@ -45,7 +46,13 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t n, int64_t grain, const Bo
   };
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule(std::remove_const_t<decltype(work)>(work));
   work();
-  while (shared->done.load(std::memory_order_acquire) < pieces) JAXINFER_PAUSE();
+  for (int waits = 0; shared->done.load(std::memory_order_acquire) < pieces; ++waits) {
+    if (waits < 500) {
+      JAXINFER_PAUSE();
+    } else {
+      std::this_thread::yield();  // more threads than CPUs: the helper may be waiting for this one
+    }
+  }
 }
 
 }  // namespace jaxinfer

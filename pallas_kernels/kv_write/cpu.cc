@@ -80,7 +80,8 @@ ffi::Error handle(ffi::ThreadPool pool, ffi::AnyBuffer old_k, ffi::AnyBuffer old
   Problem a{k.dimensions()[0], pages[0], pages[3], pages[1] * pages[2], cos.dimensions()[1], slot_mapping.typed_data(),
             cos.typed_data(), sin.typed_data()};
   if (a.H > kMaxHeadDim || 2 * a.half > a.H) return ffi::Error::InvalidArgument("head_dim or rotary is too large");
-  const Side sides[2] = {{k.untyped_data(), k_pages->untyped_data(), a.half > 0}, {v.untyped_data(), v_pages->untyped_data(), false}};
+  const Side sides[2] = {{k.untyped_data(), k_pages->untyped_data(), a.half > 0},
+                         {v.untyped_data(), v_pages->untyped_data(), false}};
   const Writer writers[2] = {writer(k.element_type(), k_pages->element_type()),
                              writer(v.element_type(), v_pages->element_type())};
   const int64_t pieces = 2 * a.K;

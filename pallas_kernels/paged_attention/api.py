@@ -90,8 +90,8 @@ def ragged_paged_attention(
             of a step; None makes it here.
         return_lse: also return f32[T, N], the logarithm of the sum of exp(score) over the keys (sinks left out);
             -inf for padding. Results over disjoint keys can be merged with it.
-        implementation: "mosaic_gpu" (Hopper), "mosaic_tpu", "cpu", "xla", "reference", or None for the first of these that
-            accepts the arguments.
+        implementation: "mosaic_gpu" (Hopper), "mosaic_tpu", "cpu", "xla", "reference", or None for the first of
+            these that accepts the arguments.
 
     Raises:
         ValueError: shapes do not fit together, or the implementation is unknown.

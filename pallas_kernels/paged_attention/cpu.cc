@@ -126,7 +126,8 @@ void finish(const Problem& a, const Job& job, float* memory) {
       const State next = State::at(memory + s * size, rows, a.H);
       if (next.m[i] == -kInfinity && !(next.l[i] > 0 || next.l[i] != next.l[i])) continue;
       const float top = std::max(m, next.m[i]);
-      const float old = m == top ? 1.0f : std::exp(m - top), fresh = next.m[i] == top ? 1.0f : std::exp(next.m[i] - top);
+      const float old = m == top ? 1.0f : std::exp(m - top);
+      const float fresh = next.m[i] == top ? 1.0f : std::exp(next.m[i] - top);
       const float* x = next.acc + i * stride;
       for (int64_t h = 0; h < stride; h += kLanes) store(acc + h, load(acc + h) * old + load(x + h) * fresh);
       l = l * old + next.l[i] * fresh;

@@ -1,6 +1,7 @@
 """Ragged paged attention in C++ on CPUs: what the shared cases do not reach; unused slots hold NaN."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +101,7 @@ def test_a_prompt_in_chunks_is_the_prompt(library, window):
     q, k, v, pages, _, _ = make_case([(n, n)], 3, 1, shape=(n, 1, 32), head_dim=64)
     whole = attention(q, k, v, pages, np.int32([n]), np.int32([0, n]), None, sliding_window=window, library=library)
     bounds = [0, 1, 38, 39, 103, 330, n]
-    for start, end in zip(bounds, bounds[1:]):
+    for start, end in itertools.pairwise(bounds):
         chunk = attention(
             q[start:end], k, v, pages, np.int32([end]), np.int32([0, end - start]), None, sliding_window=window,
             library=library,
