@@ -200,6 +200,7 @@ void float_rows(const Problem& p, int64_t tile_row, int64_t m0) {
     for (int half = 0; half < 2; ++half) {
       const int64_t at = (t * parts + (parts == 2 ? half : 0)) * kRows;
       Floats s[C], o[C];
+#pragma GCC unroll 4
       for (int c = 0; c < C; ++c) {
         s[c] = load_halves(scale + at + c * row_scales);
         o[c] = p.offset ? load_halves(offset + at + c * row_scales) : s[c] * splat(-static_cast<float>(1 << (Bits - 1)));
@@ -207,6 +208,7 @@ void float_rows(const Problem& p, int64_t tile_row, int64_t m0) {
 #pragma GCC unroll 4
       for (int i = 4 * half; i < 4 * half + 4; ++i) {
         Ints codes[C];
+#pragma GCC unroll 4
         for (int c = 0; c < C; ++c) codes[c] = (Ints)unpack<Bits>(tile + c * row_bytes, i);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
@@ -215,7 +217,10 @@ void float_rows(const Problem& p, int64_t tile_row, int64_t m0) {
             const Floats w = Bits == 8 ? to_float(codes[c] << (24 - 8 * j) >> 24) * s[c]
                                        : fma(to_float(codes[c] >> (8 * j) & 0xff), s[c], o[c]);
 #pragma GCC unroll 8
-            for (int m = 0; m < R; ++m) sums[c][m] = fma(w, splat(x[(4 * i + j) * R + m]), sums[c][m]);
+            for (int m = 0; m < R; ++m) {
+              sums[c][m] = fma(w, splat(x[(4 * i + j) * R + m]), sums[c][m]);
+              if (C > 1) add_now(sums[c][m]);
+            }
           }
         }
       }
@@ -228,7 +233,7 @@ void float_rows(const Problem& p, int64_t tile_row, int64_t m0) {
 
 template <int Bits, int R>
 void float_block(const Problem& p, int64_t begin, int64_t end, int64_t m0) {
-  constexpr int C = R == 1 ? (Bits == 8 ? 4 : 2) : R == 2 ? 2 : 1;
+  constexpr int C = R == 1 ? (Bits == 8 ? 4 : 2) : R < 4 ? 2 : 1;  // more would not fit the registers
   for (; begin + C <= end; begin += C) float_rows<Bits, R, C>(p, begin, m0);
   for (; begin < end; ++begin) float_rows<Bits, R, 1>(p, begin, m0);
 }
