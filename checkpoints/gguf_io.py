@@ -73,6 +73,10 @@ class GGUFFile(Closing):
         row_bytes = (info.shape[-1] if info.shape else 1) // info.type.block_size * info.type.block_bytes
         return self._bytes(name).reshape(*info.shape[:-1], row_bytes), info.type.name
 
+    def is_packed(self, name: str) -> bool:
+        """Whether the tensor is of a block type."""
+        return self._find(name)[1].type.numpy_dtype is None
+
     def close(self) -> None:
         """Forgets the file. Arrays already read stay valid."""
         self._maps.clear()

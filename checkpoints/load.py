@@ -27,14 +27,19 @@ class Target:
         path: the leaf, "layers_0/attention/q/weight".
         transform: applied to the stored array before the cast. It may return a view and must not write to its
             argument. A slice here takes one part of a fused tensor. None: the shapes must already agree.
+        pack: makes the leaf, a pytree of host arrays with the leaf's `shape`, of what `transform` returns; there is
+            then no cast. None: the leaf is the array.
+        raw: the stored array is the file's own bytes, [out, bytes a row] (`GGUFFile.read_packed`).
     """
 
     path: str
     transform: Callable[[np.ndarray], np.ndarray] | None = None
+    pack: Callable[[np.ndarray], Any] | None = None
+    raw: bool = False
 
 
 type Plan = Mapping[str, Target | Sequence[Target]]
-type Placed = tuple[str, np.ndarray]
+type Placed = tuple[str, Any]  # a leaf and its host array, or a pytree of them
 
 
 def load_tree(
@@ -64,7 +69,7 @@ def load_tree(
         progress: called in this thread with (bytes placed, bytes in all), in the leaves' dtypes.
 
     Returns:
-        A nested dict like `abstract` of jax.Array.
+        A nested dict like `abstract` of jax.Array, or of what a target's `pack` made.
 
     Raises:
         ValueError: plan, source, tree or shardings disagree; all that is found before reading is one message.
@@ -78,10 +83,10 @@ def load_tree(
     read = partial(_read, source, leaves)
     for placed in _read_ahead(read, jobs.items()):
         while placed:  # pop: the host array must be free before the next one is placed
-            path, array = placed.pop()
-            result[path] = _place(array, placements[path])
-            done += array.nbytes
-            del array
+            path, host = placed.pop()
+            result[path] = jax.tree.map(lambda array: _place(array, placements[path]), host)  # noqa: B023
+            done += _nbytes(leaves[path])
+            del host
             if progress is not None:
                 progress(done, total)
     return unflatten({path: result[path] for path in leaves})
@@ -160,13 +165,19 @@ def _shown(found: Sequence[str]) -> str:
 def _read(source: TensorSource, leaves: Mapping[str, Any], job: tuple[str, tuple[Target, ...]]) -> list[Placed]:
     """Reads one source tensor and makes the leaves' host arrays from it."""
     name, targets = job
-    stored = source.read(name)
-    return [(target.path, _fit(stored, name, target, leaves[target.path])) for target in targets]
+    raw = {target.raw for target in targets}
+    stored = {each: source.read_packed(name)[0] if each else source.read(name) for each in raw}  # type: ignore[attr-defined]
+    return [(target.path, _fit(stored[target.raw], name, target, leaves[target.path])) for target in targets]
 
 
-def _fit(stored: np.ndarray, name: str, target: Target, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+def _fit(stored: np.ndarray, name: str, target: Target, leaf: jax.ShapeDtypeStruct) -> Any:
     array = stored if target.transform is None else target.transform(stored)
     where = f"{name} -> {target.path}"
+    if target.pack is not None:
+        packed = target.pack(array)
+        if packed.shape != leaf.shape:
+            raise ValueError(f"{where}: wanted shape {list(leaf.shape)}, got {list(packed.shape)} packed")
+        return packed
     if array.shape != leaf.shape:
         raise ValueError(f"{where}: wanted shape {list(leaf.shape)}, got {list(array.shape)} after its transform")
     if array.dtype == leaf.dtype and array.flags.c_contiguous and array.flags.aligned:

@@ -30,14 +30,16 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path | Model, *, dtype: str | None = None, compile_cache: bool = True,
-        progress: Progress | None = None, **engine_options: Any,
+        self, model: str | Path | Model, *, dtype: str | None = None, quantize: str | None = None,
+        activations: str | None = None, compile_cache: bool = True, progress: Progress | None = None, **engine_options: Any,
     ):  # fmt: skip
         """Loads the model and allocates the KV cache; steps are compiled when they first occur, or by `warmup`.
 
         Args:
             model: what `load` accepts, or a loaded model.
-            dtype: see `load`; only for a model that is yet to be loaded.
+            dtype: see `load`; this and the next two only for a model that is yet to be loaded.
+            quantize: see `load`.
+            activations: see `load`.
             compile_cache: keep compiled steps on disk, so that the next start need not compile them.
             progress: called with bytes done and in all during a download.
             **engine_options: fields of `EngineConfig`.
@@ -49,10 +51,10 @@ class LLM:
         if compile_cache:
             enable_compile_cache()
         if isinstance(model, Model):
-            if dtype is not None:
-                raise ValueError("dtype goes to load() when the model is already loaded")
+            if (dtype, quantize, activations) != (None, None, None):
+                raise ValueError("dtype, quantize and activations go to load() when the model is already loaded")
         else:
-            model = load(model, dtype=dtype, progress=progress)
+            model = load(model, dtype=dtype, quantize=quantize, activations=activations, progress=progress)
         self.model = model
         self.engine = Engine(model, config)
         self._ids = itertools.count()

@@ -15,11 +15,15 @@ from checkpoints.gguf_io import GGUFFile
 from checkpoints.hub import resolve
 from checkpoints.load import Target, load_tree
 from checkpoints.safetensors_io import SafetensorsSource
+from checkpoints.sources import TensorSource
+from checkpoints.trees import flatten
 from jaxinfer.config import ModelConfig, RopeScaling
 from jaxinfer.model.decoder import Decoder
 from jaxinfer.model.families import config_from_gguf, config_from_hf
 from jaxinfer.model.params import Params, abstract_params
 from jaxinfer.model.weight_names import IGNORED, gguf_name, gguf_transform, hf_name, parameter_paths
+from jaxinfer.quantization import is_packed
+from jaxinfer.quantization.packing import QUANTIZE, pack_params, packed_plan
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 from sharding import AxisRules, tree_shardings
@@ -50,8 +54,10 @@ class Model:
         """Writes the model as an Orbax directory that `load` reads back; needs `jaxinfer[orbax]`.
 
         Raises:
-            ValueError: the path exists, or Orbax is not installed.
+            ValueError: the path exists, Orbax is not installed, or the weights are packed.
         """
+        if any(is_packed(leaf) for leaf in jax.tree.leaves(self.params, is_leaf=is_packed)):
+            raise ValueError('packed weights cannot be saved: load the model with quantize="none" and save that')
         sampling = self.default_sampling_params
         config = {
             "model": dataclasses.asdict(self.config),
@@ -70,6 +76,8 @@ def load(
     model: str | Path,
     *,
     dtype: str | None = None,
+    quantize: str | None = None,
+    activations: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     rules: AxisRules | None = None,
     progress: Progress | None = None,
@@ -80,8 +88,14 @@ def load(
     Args:
         model: a known name ("smollm2-135m"), the path of a GGUF file, a Hugging Face directory or a directory
             made by `Model.save`, or a hub id. Known names and hub ids are downloaded when they are not cached.
-        dtype: "float32", "bfloat16" or "float16" for weights, activations and KV cache; None takes float32 on
-            CPU, where half precision gains nothing, and bfloat16 elsewhere.
+        dtype: "float32", "bfloat16" or "float16" for activations, KV cache and the weights that are not packed; None
+            takes float32 on CPU, where half precision gains nothing, and bfloat16 elsewhere.
+        quantize: "int8" or "int4" packs every matrix of a model in 8 or 4 bits, rounded to nearest; "none" expands
+            packed ones to `dtype`. None keeps what a GGUF file has packed as it is, on one device; over a mesh and
+            from other files it is "none".
+        activations: "int8" rounds what packed weights are multiplied with to 8 bits (on CPU one scale for 32 inputs, as
+            llama.cpp does): prompts and batches are processed in half the time, at a small loss of accuracy, and a
+            token may then depend on how requests are batched. None multiplies them as they are.
         mesh: shards the weights over its devices by `rules`; None puts them on the default device.
         rules: logical axes to mesh axes; None takes the defaults of `AxisRules`.
         progress: called with bytes done and in all during a download.
@@ -91,22 +105,49 @@ def load(
         ValueError: the model is unknown, damaged, of an unsupported architecture or has unsupported options.
     """
     path = resolve(str(model), progress=progress)
-    jax_dtype = _dtype(dtype)
-
-    def shardings(config: ModelConfig) -> tuple[Params, Any]:
-        abstract, axes = abstract_params(config, jax_dtype)
-        return abstract, None if mesh is None else tree_shardings(abstract, axes, mesh, rules or AxisRules())
-
+    options = _Options(_dtype(dtype), quantize, activations, mesh, rules or AxisRules(), load_progress)
     if path.is_file() and path.suffix == ".safetensors":
         raise ValueError(f"{path} is a weight file alone; give the directory with its config.json and tokenizer.json")
     if path.is_file():
-        return _load_gguf(path, jax_dtype, shardings, load_progress)
+        return _load_gguf(path, options)
     if orbax_io.is_checkpoint(path):
-        return _load_orbax(path, jax_dtype, shardings, load_progress)
-    return _load_hf(path, jax_dtype, shardings, load_progress)
+        return _load_orbax(path, options)
+    return _load_hf(path, options)
 
 
-_Shardings = Callable[[ModelConfig], tuple[Params, Any]]
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What `load` was asked for, apart from the model."""
+
+    dtype: Any
+    quantize: str | None
+    activations: str | None
+    mesh: jax.sharding.Mesh | None
+    rules: AxisRules
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        if self.quantize not in (*QUANTIZE, None):
+            raise ValueError(f"quantize must be one of {', '.join(QUANTIZE)} or None, got {self.quantize!r}")
+        if self.activations not in ("int8", None):
+            raise ValueError(f'activations must be "int8" or None, got {self.activations!r}')
+        if self.mesh is not None and self.quantize in ("int8", "int4"):
+            raise ValueError(f"quantize={self.quantize!r} packs weights for one device so far: leave out the mesh")
+
+    def leaves(self, config: ModelConfig) -> tuple[Params, Any]:
+        """Returns the abstract parameters and their shardings."""
+        abstract, axes = abstract_params(config, self.dtype)
+        return abstract, None if self.mesh is None else tree_shardings(abstract, axes, self.mesh, self.rules)
+
+    def packed(self, plan: Mapping[str, Target], source: TensorSource, abstract: Params) -> Mapping[str, Target]:
+        """Returns the plan with the matrices packed that are to be."""
+        if self.quantize == "none" or self.mesh is not None:
+            return plan
+        return packed_plan(plan, source, flatten(abstract), self.quantize)
+
+    def decoder(self, config: ModelConfig) -> Decoder:
+        """Returns the decoder for the parameters."""
+        return Decoder(config, self.dtype, activations=self.activations)
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
@@ -138,28 +179,30 @@ def read_orbax_config(path: Path) -> tuple[ModelConfig, SamplingParams]:
         ) from error
 
 
-def _load_gguf(path: Path, dtype: Any, shardings: _Shardings, progress: Progress | None) -> Model:
+def _load_gguf(path: Path, options: _Options) -> Model:
     with GGUFFile(path) as file:
         config = read_gguf_config(file)
         tokenizer = Tokenizer.from_gguf(file.metadata)
-        abstract, placements = shardings(config)
+        abstract, placements = options.leaves(config)
         plan = {gguf_name(leaf): Target(leaf, gguf_transform(config, leaf)) for leaf in parameter_paths(abstract)}
-        params = load_tree(file, plan, abstract, ignore=IGNORED, shardings=placements, progress=progress)
-    return Model(config, Decoder(config, dtype), params, tokenizer, SamplingParams())
+        plan = options.packed(plan, file, abstract)
+        params = load_tree(file, plan, abstract, ignore=IGNORED, shardings=placements, progress=options.progress)
+    return Model(config, options.decoder(config), params, tokenizer, SamplingParams())
 
 
-def _load_hf(path: Path, dtype: Any, shardings: _Shardings, progress: Progress | None) -> Model:
+def _load_hf(path: Path, options: _Options) -> Model:
     config = read_hf_config(path)
     tokenizer = Tokenizer.from_directory(path)
-    params = load_hf_params(path, config, *shardings(config), progress)
+    params = load_hf_params(path, config, *options.leaves(config), options.progress, options.packed)
     generation = path / "generation_config.json"
     sampling = _default_sampling(_read_json(generation)) if generation.is_file() else SamplingParams()
-    return Model(config, Decoder(config, dtype), params, tokenizer, sampling)
+    return Model(config, options.decoder(config), params, tokenizer, sampling)
 
 
 def load_hf_params(
-    path: Path, config: ModelConfig, abstract: Params, shardings: Any = None, progress: Progress | None = None
-) -> Params:
+    path: Path, config: ModelConfig, abstract: Params, shardings: Any = None, progress: Progress | None = None,
+    packed: Callable[..., Mapping[str, Target]] | None = None,
+) -> Params:  # fmt: skip
     """Returns the parameters in the safetensors files of a Hugging Face directory, which needs no tokenizer.
 
     Args:
@@ -168,25 +211,29 @@ def load_hf_params(
         abstract: shapes and dtypes wanted, from `abstract_params`.
         shardings: a tree of the same form, or None for the default device.
         progress: called with bytes done and in all.
+        packed: changes the plan (plan, source, abstract) into one that packs matrices.
 
     Raises:
         ValueError: the files are damaged, or do not hold exactly the model's tensors in the right shapes.
     """
     ignored = [*IGNORED, r"lm_head\.weight"] if config.tie_word_embeddings else IGNORED
     with SafetensorsSource(path) as source:
-        plan = {hf_name(leaf): Target(leaf) for leaf in parameter_paths(abstract)}
+        plan: Mapping[str, Target] = {hf_name(leaf): Target(leaf) for leaf in parameter_paths(abstract)}
+        if packed is not None:
+            plan = packed(plan, source, abstract)
         return load_tree(source, plan, abstract, ignore=ignored, shardings=shardings, progress=progress)
 
 
-def _load_orbax(path: Path, dtype: Any, shardings: _Shardings, progress: Progress | None) -> Model:
+def _load_orbax(path: Path, options: _Options) -> Model:
     config, sampling = read_orbax_config(path)
     tokenizer = Tokenizer.from_directory(path)
-    abstract, placements = shardings(config)
-    params = orbax_io.restore(path, abstract, placements)
-    if progress is not None:  # Orbax reports nothing between
+    params = orbax_io.restore(path, *options.leaves(config))
+    if options.progress is not None:  # Orbax reports nothing between
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        progress(total, total)
-    return Model(config, Decoder(config, dtype), params, tokenizer, sampling)
+        options.progress(total, total)
+    if options.quantize in ("int8", "int4"):
+        params = pack_params(params, options.quantize)
+    return Model(config, options.decoder(config), params, tokenizer, sampling)
 
 
 def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:

@@ -39,6 +39,10 @@ _MODEL = (
                  help="A known name, a GGUF file, a model directory, or a hub id."),
     click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
                  help="Precision; by default float32 on CPU, bfloat16 elsewhere."),
+    click.option("--quantize", type=click.Choice(["none", "int8", "int4"]),
+                 help="Pack the weights in 8 or 4 bits; by default as the file has them, expanded with none."),
+    click.option("--activations", type=click.Choice(["int8"]),
+                 help="Round what packed weights are multiplied with to 8 bits: faster prompts, less exact."),
     click.option("--max-model-len", type=int,
                  help=f"Tokens of prompt and answer together; by default the model's limit, at most {DEFAULT_LENGTH}."),
 )  # fmt: skip
@@ -85,14 +89,14 @@ def find_model(model: str) -> Path:
         return resolve(model, progress=progress)
 
 
-def make_llm(path: Path, dtype: str | None, max_model_len: int | None) -> "LLM":
+def make_llm(path: Path, dtype: str | None, quantize: str | None, activations: str | None, max_model_len: int | None) -> "LLM":
     """Loads a model for one conversation at a time, with progress on standard error."""
     from jaxinfer.cli.progress import byte_progress
     from jaxinfer.llm import LLM
     from jaxinfer.loading import load
 
     with byte_progress("Loading weights") as progress:
-        loaded = load(path, dtype=dtype, load_progress=progress)
+        loaded = load(path, dtype=dtype, quantize=quantize, activations=activations, load_progress=progress)
     if max_model_len is None:
         max_model_len = min(loaded.config.max_position_embeddings, DEFAULT_LENGTH)
     return LLM(loaded, max_num_seqs=1, max_model_len=max_model_len)

@@ -23,6 +23,7 @@ class Attention(nn.Module):
     use_rope: bool
     dtype: Any
     implementation: str | None
+    activations: str | None = None
 
     @nn.compact
     def __call__(
@@ -38,7 +39,9 @@ class Attention(nn.Module):
         c, T = self.config, x.shape[0]
 
         def project(name: str, heads: int, axis: str) -> jax.Array:
-            y = Linear(heads * c.head_dim, (axis, "embed"), self.dtype, c.qkv_bias, name=name)(x)
+            y = Linear(
+                heads * c.head_dim, (axis, "embed"), self.dtype, c.qkv_bias, self.activations, name=name
+            )(x)
             return y.reshape(T, heads, c.head_dim)
 
         q = project("q", c.num_heads, "heads")
@@ -58,4 +61,5 @@ class Attention(nn.Module):
             implementation=self.implementation,
         )  # fmt: skip
         out = out.reshape(T, c.num_heads * c.head_dim)
-        return Linear(c.hidden_size, ("embed", "heads"), self.dtype, c.o_bias, name="o")(out), k_pages, v_pages
+        project_out = Linear(c.hidden_size, ("embed", "heads"), self.dtype, c.o_bias, self.activations, name="o")
+        return project_out(out), k_pages, v_pages

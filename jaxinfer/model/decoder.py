@@ -37,6 +37,7 @@ class DecoderLayer(nn.Module):
     use_rope: bool
     dtype: Any
     implementation: str | None
+    activations: str | None
 
     @nn.compact
     def __call__(
@@ -45,23 +46,32 @@ class DecoderLayer(nn.Module):
     ) -> tuple[jax.Array, Pages, Pages]:  # fmt: skip
         """Returns f[T, D] and the layer's pages."""
         c = self.config
-        attention = Attention(c, self.window, self.use_rope, self.dtype, self.implementation, name="attention")
+        attention = Attention(
+            c, self.window, self.use_rope, self.dtype, self.implementation, self.activations, name="attention"
+        )
         y = RMSNorm(c.rms_norm_eps, self.dtype, "embed", name="attention_norm")(x)
         y, k_pages, v_pages = attention(y, rope, k_pages, v_pages, batch, schedule)
         x = x + y
         y = RMSNorm(c.rms_norm_eps, self.dtype, "embed", name="mlp_norm")(x)
-        return x + MLP(c.intermediate_size, c.mlp_bias, self.dtype, name="mlp")(y), k_pages, v_pages
+        return x + MLP(c.intermediate_size, c.mlp_bias, self.dtype, self.activations, name="mlp")(y), k_pages, v_pages
 
 
 class Decoder(nn.Module):
     """Token ids to final hidden states over an explicit cache; `logits` turns hidden states into scores.
 
     Layers are a Python loop: `lax.scan` over stacked weights copies every layer's slice on CPU.
+
+    Attributes:
+        config: shape and options.
+        dtype: of activations and KV cache, and of weights that are not packed.
+        implementation: of attention; None for the fastest that accepts.
+        activations: how products with packed weights treat their input: "int8" rounds it first, None does not.
     """
 
     config: ModelConfig
     dtype: Any = jnp.float32
     implementation: str | None = None
+    activations: str | None = None
 
     def setup(self):
         """Declares the parameters."""
@@ -69,7 +79,7 @@ class Decoder(nn.Module):
         self.embed = Embedding(c.vocab_size, c.hidden_size, self.dtype)
         layer = nn.jit(DecoderLayer)  # traced once for all layers of one kind, not once a layer
         self.layers = [
-            layer(c, window, use_rope, self.dtype, self.implementation)
+            layer(c, window, use_rope, self.dtype, self.implementation, self.activations)
             for window, use_rope in zip(c.layer_windows, c.layer_rope)
         ]
         self.final_norm = RMSNorm(c.rms_norm_eps, self.dtype, "embed")
@@ -78,7 +88,7 @@ class Decoder(nn.Module):
 
     def __call__(self, cache: KVCache, batch: TokenBatch) -> tuple[Float[Array, "T D"], KVCache]:
         """Returns the normed hidden state of every token, f[T, D], and the cache with their keys and values."""
-        x = self.embed.weight.at[batch.token_ids].get(mode="clip")
+        x = self.embed(batch.token_ids)
         rope = rope_tables(self.config, batch.positions)
         schedules = {window: self._schedule(cache, batch, window) for window in set(self.config.layer_windows)}
         k_pages, v_pages = [], []
@@ -98,4 +108,4 @@ class Decoder(nn.Module):
     def logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
         """Returns f32[S, V] of hidden states that `__call__` returned."""
         head = self.embed if self.config.tie_word_embeddings else self.lm_head
-        return linear(hidden, head.weight, jnp.float32)
+        return linear(hidden, head.weight, jnp.float32, self.activations)

@@ -10,24 +10,38 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.quantization import QArray, is_packed, take_rows
+from pallas_kernels.quantized_matmul import quantized_matmul
 
 _matrix_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2)
 
 
+type Matrix = jax.Array | QArray
+
+
 def linear(
-    x: Float[Array, "T D"], weight: Float[Array, "F D"], preferred_element_type: Any = None
+    x: Float[Array, "T D"], weight: Matrix, preferred_element_type: Any = None, activations: str | None = None
 ) -> Float[Array, "T F"]:
-    """Returns x @ weight.T, the one matrix product of the decoder."""
+    """Returns x @ weight.T for a weight f[F, D], packed or not: the one matrix product of the decoder.
+
+    `activations` is how `quantized_matmul` treats x; a weight that is not packed takes it as it is.
+    """
+    if is_packed(weight):
+        return quantized_matmul(x, weight, activations=activations, out_dtype=preferred_element_type)
     return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=preferred_element_type)
 
 
 def parameter(
     module: nn.Module, name: str, init: Any, axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any
-) -> jax.Array:
-    """Declares a parameter with its logical axes and returns its value."""
-    value: Any = module.param(name, nn.with_partitioning(init, axes), shape, dtype)
-    return value
+) -> Any:
+    """Declares a parameter with its logical axes and returns its value: an array, or a packed matrix."""
+    if module.has_variable("params", name) and is_packed(value := module.get_variable("params", name)):
+        if value.shape != shape:
+            raise ValueError(f"{'/'.join(module.path)}/{name} must have shape {shape}, got {value.shape} packed")
+        return value
+    return module.param(name, nn.with_partitioning(init, axes), shape, dtype)
 
 
 class Embedding(nn.Module):
@@ -42,6 +56,13 @@ class Embedding(nn.Module):
         shape = (self.vocab_size, self.hidden_size)
         self.weight = parameter(self, "weight", nn.initializers.normal(1.0), ("vocab", "embed"), shape, self.dtype)
 
+    def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Returns the rows of these tokens; an id out of range gives the nearest row."""
+        if is_packed(self.weight):
+            ids = jnp.clip(token_ids, 0, self.vocab_size - 1)
+            return take_rows(self.weight, ids).astype(self.dtype)
+        return self.weight.at[token_ids].get(mode="clip")
+
 
 class Linear(nn.Module):
     """y = x @ weight.T + bias, with weight [out, in]."""
@@ -50,11 +71,14 @@ class Linear(nn.Module):
     axes: tuple[str, str]
     dtype: Any
     use_bias: bool = False
+    activations: str | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T F"]:
         """Returns f[T, features]."""
-        y = linear(x, parameter(self, "weight", _matrix_init, self.axes, (self.features, x.shape[-1]), self.dtype))
+        shape = (self.features, x.shape[-1])
+        weight = parameter(self, "weight", _matrix_init, self.axes, shape, self.dtype)
+        y = linear(x, weight, activations=self.activations)
         if self.use_bias:
             zeros = nn.initializers.zeros_init()
             y += parameter(self, "bias", zeros, self.axes[:1], (self.features,), self.dtype)[None, :]
@@ -83,11 +107,12 @@ class MLP(nn.Module):
     intermediate_size: int
     use_bias: bool
     dtype: Any
+    activations: str | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Returns f[T, D]."""
-        inner = self.intermediate_size
-        gate = Linear(inner, ("mlp", "embed"), self.dtype, self.use_bias, name="gate")(x)
-        up = Linear(inner, ("mlp", "embed"), self.dtype, self.use_bias, name="up")(x)
-        return Linear(x.shape[-1], ("embed", "mlp"), self.dtype, self.use_bias, name="down")(jax.nn.silu(gate) * up)
+        inner, options = self.intermediate_size, (self.dtype, self.use_bias, self.activations)
+        gate = Linear(inner, ("mlp", "embed"), *options, name="gate")(x)
+        up = Linear(inner, ("mlp", "embed"), *options, name="up")(x)
+        return Linear(x.shape[-1], ("embed", "mlp"), *options, name="down")(jax.nn.silu(gate) * up)

@@ -27,7 +27,13 @@ def _mosaic_tpu(*args: Any, interpret: Any = False, **kwargs: Any) -> tuple[Page
     return write_kv_mosaic_tpu(*args, interpret=interpret, **kwargs)
 
 
-IMPLEMENTATIONS = {"mosaic_gpu": _mosaic_gpu, "mosaic_tpu": _mosaic_tpu, "xla": write_kv_reference}
+def _cpu(*args: Any, **kwargs: Any) -> tuple[Pages, Pages]:
+    from pallas_kernels.kv_write.cpu import write_kv_cpu
+
+    return write_kv_cpu(*args, **kwargs)
+
+
+IMPLEMENTATIONS = {"mosaic_gpu": _mosaic_gpu, "mosaic_tpu": _mosaic_tpu, "cpu": _cpu, "xla": write_kv_reference}
 
 
 def write_kv(
@@ -55,7 +61,7 @@ def write_kv(
         rope: cos and sin of every token's position, f32[T, rotary / 2] or f32[T, 1, rotary / 2], which rotate the
             first `rotary` channels of k in the half-rotation form; the result is rounded to k's dtype before it is
             stored, as if it had been rotated apart. None if k is rotated already, or not at all.
-        implementation: "mosaic_gpu", "mosaic_tpu", "xla", or None for the first that accepts the arguments.
+        implementation: "mosaic_gpu", "mosaic_tpu", "cpu", "xla", or None for the first that accepts the arguments.
 
     Raises:
         ValueError: shapes do not fit together, pages with a scale per channel, or an unknown implementation.

@@ -28,9 +28,16 @@ def _mosaic_tpu(*args: Any, **kwargs: Any) -> Any:
     return ragged_paged_attention_mosaic_tpu(*args, **kwargs)
 
 
+def _cpu(*args: Any, **kwargs: Any) -> Any:
+    from pallas_kernels.paged_attention.cpu import ragged_paged_attention_cpu
+
+    return ragged_paged_attention_cpu(*args, **kwargs)
+
+
 IMPLEMENTATIONS = {
     "mosaic_gpu": _mosaic_gpu,
     "mosaic_tpu": _mosaic_tpu,
+    "cpu": _cpu,
     "xla": ragged_paged_attention_xla,
     "reference": ragged_paged_attention_reference,
 }
@@ -83,7 +90,7 @@ def ragged_paged_attention(
             of a step; None makes it here.
         return_lse: also return f32[T, N], the logarithm of the sum of exp(score) over the keys (sinks left out);
             -inf for padding. Results over disjoint keys can be merged with it.
-        implementation: "mosaic_gpu" (Hopper), "mosaic_tpu", "xla", "reference", or None for the first of these that
+        implementation: "mosaic_gpu" (Hopper), "mosaic_tpu", "cpu", "xla", "reference", or None for the first of these that
             accepts the arguments.
 
     Raises:

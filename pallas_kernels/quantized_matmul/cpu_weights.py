@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 ROWS = 8  # rows of a tile: the f32 lanes of a vector register
 INPUTS = 32  # inputs of a tile: a block of GGUF
@@ -53,6 +53,12 @@ class CpuWeight:
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         return self.num_rows, self.data.shape[-4] * INPUTS
+
+
+def unpack_codes(weight: CpuWeight) -> Integer[Array, "N K"]:
+    """Returns the codes, u8 below 8 bits and int8 for 8."""
+    codes = _unpack(jnp.transpose(weight.data, (0, 3, 1, 2, 4)), weight.bits)
+    return codes.reshape(-1, weight.shape[1])[: weight.num_rows]
 
 
 def dequantize_cpu_weight(weight: CpuWeight) -> Float[Array, "N K"]:

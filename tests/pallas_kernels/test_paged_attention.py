@@ -12,7 +12,7 @@ from pallas_kernels.paged_attention import make_schedule, ragged_paged_attention
 from pallas_kernels.pages import quantize
 from tests.pallas_kernels.paged_cases import FORMATS, ROWS, check, expected, make_case, tree_of
 
-IMPLEMENTATIONS = ("xla", "reference")
+IMPLEMENTATIONS = ("cpu", "xla", "reference")
 T, S, M = 440, 20, 22  # all of ROWS fit: one compilation serves them
 case_of = functools.partial(make_case, shape=(T, S, M))
 WRONG_SCALES = dataclasses.replace(quantize(jnp.zeros((2, 9, 16, 16))), scale=jnp.zeros((2, 9, 8)))
@@ -85,7 +85,7 @@ def test_bfloat16(implementation):
     check_with(case, expected(*case), num_decode_rows, 1e-2, implementation=implementation)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize(
     "formats", [name if name in ("int4", "kivi2") else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
 )

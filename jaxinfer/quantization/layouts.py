@@ -1,0 +1,77 @@
+"""The two layouts of packed matrices and what makes them on the host."""
+
+import enum
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cpu import require_cpu
+from pallas_kernels.packing import pack
+from pallas_kernels.quantized_matmul import CpuWeight, QuantizedWeight
+from pallas_kernels.quantized_matmul.cpu_weights import quantize_cpu_weight, repack_gguf, unpack_codes
+from pallas_kernels.quantized_matmul.weights import PACK_BLOCK
+
+KEPT_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+"""GGUF types whose codes are kept as they are."""
+
+
+class Layout(enum.Enum):
+    """Where a packed matrix is multiplied; the value is what its inputs must be a multiple of."""
+
+    CPU = 32  # CpuWeight, by the C++ kernels
+    PLANES = 64  # QuantizedWeight, by all others
+
+    @property
+    def inputs(self) -> int:
+        """What the number of inputs must be a multiple of."""
+        return self.value
+
+
+def current_layout() -> Layout:
+    """Returns the layout for the default device; compiles the C++ kernels if that is a CPU."""
+    try:
+        require_cpu()
+    except NotImplementedError:
+        return Layout.PLANES
+    return Layout.CPU
+
+
+def pack_gguf(rows: np.ndarray, *, stored: str, layout: Layout) -> CpuWeight | QuantizedWeight:
+    """Returns the matrix of a GGUF tensor's rows, u8[N, bytes a row], of one of `KEPT_TYPES`."""
+    return _in_layout(repack_gguf(rows, stored), layout)
+
+
+def pack_matrix(matrix: np.ndarray, *, bits: int, group: int | None, layout: Layout) -> CpuWeight | QuantizedWeight:
+    """Returns f[N, K] rounded to nearest: see `quantize_cpu_weight`."""
+    return _in_layout(quantize_cpu_weight(matrix, bits, group), layout)
+
+
+def _in_layout(weight: CpuWeight, layout: Layout) -> Any:
+    return weight if layout is Layout.CPU else planes(weight)
+
+
+def planes(weight: CpuWeight) -> QuantizedWeight:
+    """Returns the same matrix for GPU, TPU and XLA, host arrays: 4 bits stay so, 5 and 6 become 8."""
+    codes = np.array(unpack_codes(weight))
+    N, K = codes.shape
+    scale, offset = (_by_row(part, N) for part in (weight.scale, weight.offset))
+    zero = None
+    if offset is None and weight.bits < 8:
+        zero = np.full_like(scale, 2.0 ** (weight.bits - 1))
+    elif offset is not None:
+        flat = scale == 0  # all values are the offset: (0 - zero) * 1
+        codes.reshape(N, -1, weight.group)[flat] = 0
+        scale = np.where(flat, np.float32(1), scale)
+        zero = -offset / scale
+    if weight.bits == 4:
+        return QuantizedWeight(np.asarray(pack(jnp.asarray(codes), 4, PACK_BLOCK)), scale, zero, 4, weight.group)
+    return QuantizedWeight(codes.astype(np.int8), scale, zero, 8, weight.group)
+
+
+def _by_row(part: Any, N: int) -> Any:
+    """[N / 8, groups, 8] -> f32[N, groups]."""
+    if part is None:
+        return None
+    part = np.asarray(part, np.float32)
+    return np.ascontiguousarray(part.swapaxes(1, 2).reshape(-1, part.shape[1])[:N])
