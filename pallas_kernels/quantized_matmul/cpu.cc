@@ -131,7 +131,7 @@ void write(const Problem& p, int64_t tile_row, int64_t m0, const Floats (&sums)[
 }
 
 template <int Bits, int Group, int R>
-void int8_block(const Problem& p, int64_t tile_row, int64_t m0) {
+void int8_rows(const Problem& p, int64_t tile_row, int64_t m0) {
   const int64_t tiles = p.K / kInputs;
   constexpr int parts = kInputs / Group;
   const uint8_t* tile = p.data + tile_row * tiles * Bits * 32;
@@ -180,47 +180,65 @@ void int8_block(const Problem& p, int64_t tile_row, int64_t m0) {
   write(p, tile_row, m0, sums);
 }
 
-template <int Bits, int R>
-void float_block(const Problem& p, int64_t tile_row, int64_t m0) {
-  constexpr int chains = R == 1 ? 4 : R < 4 ? 2 : 1;  // sums that do not wait for each other
+template <int Bits, int Group, int R>
+void int8_block(const Problem& p, int64_t begin, int64_t end, int64_t m0) {
+  for (; begin < end; ++begin) int8_rows<Bits, Group, R>(p, begin, m0);
+}
+
+// C rows of tiles at once: sums that do not wait for each other. Each sum has one order whatever R and C.
+template <int Bits, int R, int C>
+void float_rows(const Problem& p, int64_t tile_row, int64_t m0) {
   const int64_t tiles = p.K / kInputs, parts = kInputs / p.group;
-  const uint8_t* tile = p.data + tile_row * tiles * Bits * 32;
-  const uint16_t* scale = p.scale + tile_row * tiles * parts * kRows;
-  const uint16_t* offset = p.offset + (p.offset ? tile_row * tiles * parts * kRows : 0);
+  const int64_t row_bytes = tiles * Bits * 32, row_scales = tiles * parts * kRows;
+  const uint8_t* tile = p.data + tile_row * row_bytes;
+  const uint16_t* scale = p.scale + tile_row * row_scales;
+  const uint16_t* offset = p.offset + (p.offset ? tile_row * row_scales : 0);
   const float* x = p.x + m0 * p.K;
-  Floats sums[chains][R] = {};
+  Floats sums[C][R] = {};
   for (int64_t t = 0; t < tiles; ++t) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const int64_t at = (t * parts + (parts == 2 ? half : 0)) * kRows;
-      const Floats s = load_halves(scale + at);
-      Floats o = s * splat(Bits == 8 ? 0.0f : -static_cast<float>(1 << (Bits - 1)));
-      if (p.offset) o = load_halves(offset + at);
+      Floats s[C], o[C];
 #pragma GCC unroll 4
-      for (int c = 4 * half; c < 4 * half + 4; ++c) {
-        const Ints codes = (Ints)unpack<Bits>(tile, c);
+      for (int c = 0; c < C; ++c) {
+        s[c] = load_halves(scale + at + c * row_scales);
+        o[c] = p.offset ? load_halves(offset + at + c * row_scales) : s[c] * splat(-static_cast<float>(1 << (Bits - 1)));
+      }
+#pragma GCC unroll 4
+      for (int i = 4 * half; i < 4 * half + 4; ++i) {
+        Ints codes[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) codes[c] = (Ints)unpack<Bits>(tile + c * row_bytes, i);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
-          Floats w;
-          if (Bits == 8) {
-            w = to_float(codes << (24 - 8 * j) >> 24) * s;
-          } else {
-            w = fma(to_float(codes >> (8 * j) & 0xff), s, o);
-          }
+#pragma GCC unroll 4
+          for (int c = 0; c < C; ++c) {
+            const Floats w = Bits == 8 ? to_float(codes[c] << (24 - 8 * j) >> 24) * s[c]
+                                       : fma(to_float(codes[c] >> (8 * j) & 0xff), s[c], o[c]);
 #pragma GCC unroll 8
-          for (int m = 0; m < R; ++m) sums[j % chains][m] = fma(w, splat(x[(4 * c + j) * R + m]), sums[j % chains][m]);
+            for (int m = 0; m < R; ++m) {
+              sums[c][m] = fma(w, splat(x[(4 * i + j) * R + m]), sums[c][m]);
+              if (C > 1) add_now(sums[c][m]);
+            }
+          }
         }
       }
     }
     tile += Bits * 32;
     x += kInputs * R;
   }
-  for (int j = 1; j < chains; ++j)
-    for (int m = 0; m < R; ++m) sums[0][m] += sums[j][m];
-  write(p, tile_row, m0, sums[0]);
+  for (int c = 0; c < C; ++c) write(p, tile_row + c, m0, sums[c]);
 }
 
-using Block = void (*)(const Problem&, int64_t tile_row, int64_t m0);
+template <int Bits, int R>
+void float_block(const Problem& p, int64_t begin, int64_t end, int64_t m0) {
+  constexpr int C = R == 1 ? (Bits == 8 ? 4 : 2) : R < 4 ? 2 : 1;  // more would not fit the registers
+  for (; begin + C <= end; begin += C) float_rows<Bits, R, C>(p, begin, m0);
+  for (; begin < end; ++begin) float_rows<Bits, R, 1>(p, begin, m0);
+}
+
+using Block = void (*)(const Problem&, int64_t tile_row_begin, int64_t tile_row_end, int64_t m0);
 
 template <int Bits, int... I>
 Block find_int8_block(int group, int R, std::integer_sequence<int, I...>) {
@@ -304,7 +322,7 @@ ffi::Error quantized_matmul_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::An
   parallel_for(pool, tile_rows, piece, [&](int64_t begin, int64_t end) {
     for (int64_t i = 0; i < blocks.num; ++i) {
       const Block block = find_block(bits, int8, p.group, blocks.size(i));
-      for (int64_t tile_row = begin; tile_row < end; ++tile_row) block(p, tile_row, blocks.begin(i));
+      block(p, begin, end, blocks.begin(i));
     }
   });
   return ffi::Error::Success();

@@ -80,7 +80,7 @@ def check_cpu_weight(weight: CpuWeight) -> None:
     if data.dtype != wanted:
         raise ValueError(f"weight.data of {data.shape[2]} bits must be {jnp.dtype(wanted)}, got {data.dtype}")
     rows, tiles = data.shape[:2]
-    if -(-N // ROWS) != rows:
+    if rows != -(-N // ROWS):
         raise ValueError(f"weight.num_rows={N} does not fit weight.data with {rows} tiles of {ROWS} rows")
     if not tiles:
         raise ValueError("weight has no inputs: K = 0")

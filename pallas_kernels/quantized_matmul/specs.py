@@ -1,4 +1,4 @@
-"""Cases of the quantized matmul at the matrices of Llama 3 8B."""
+"""Cases of the quantized matmul at the matrices of Llama 3 8B; those named cpu have the layout for CPUs."""
 
 import functools
 
@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.pages import FLOAT8
 from pallas_kernels.quantized_matmul.api import quantized_matmul
+from pallas_kernels.quantized_matmul.cpu_weights import INPUTS, ROWS, CpuWeight
 from pallas_kernels.quantized_matmul.weights import QuantizedWeight
 from pallas_kernels.specs import KernelSpec
 
@@ -78,6 +79,23 @@ def _spec(name: str, M: int, matrix: str) -> KernelSpec:
     )
 
 
+def _cpu_arguments(bits: int, M: int, N: int, K: int) -> tuple[jax.Array, CpuWeight]:
+    """Random codes and one scale for all, in the layout for CPUs: products of size near 1."""
+    shape = (N // ROWS, K // INPUTS, bits, ROWS, 4)
+    data = jax.random.bits(jax.random.key(1), shape, jnp.uint8)
+    data = lax.bitcast_convert_type(data, jnp.int8) if bits == 8 else data
+    scale = jnp.full((N // ROWS, K // INPUTS, ROWS), K**-0.5 / (0.29 * 2**bits), jnp.float16)
+    return _rows(M, K), CpuWeight(data, scale, None, N)
+
+
+def _cpu_spec(bits: int, M: int, matrix: str) -> KernelSpec:
+    N, K = _MATRICES[matrix]
+    num_bytes = 2.0 * M * (N + K) + N * K * bits / 8 + 2.0 * N * K / INPUTS
+    arguments = functools.partial(_cpu_arguments, bits, M, N, K)
+    function = functools.partial(quantized_matmul, activations="int8")
+    return KernelSpec(f"{matrix}_cpu{bits}_m{M}", function, arguments, 2.0 * M * N * K, num_bytes, "int8")
+
+
 SPECS: tuple[KernelSpec, ...] = tuple(
     _spec(name, M, matrix) for matrix, rows in _ROWS.items() for M in rows for name in ("bf16", *_FORMATS)
-)
+) + tuple(_cpu_spec(bits, M, "up") for M in (1, 16) for bits in (4, 8))
