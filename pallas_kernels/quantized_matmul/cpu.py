@@ -37,6 +37,8 @@ def quantized_matmul_cpu(
         if dtype not in _TYPES:
             raise NotImplementedError(f"cpu needs {name} in f32 or bf16, got {dtype}")
     check_cpu_weight(weight)
+    if activations is not None and weight.group < INPUTS and weight.bits != 6:
+        raise NotImplementedError(f"cpu multiplies int8 by groups of {weight.group} for 6 bits only, not {weight.bits}")
     M, N = x.shape[0], weight.num_rows
     call = jax.ffi.ffi_call(
         library.target("quantized_matmul"), jax.ShapeDtypeStruct((M, N), out_dtype), vmap_method="sequential"

@@ -63,8 +63,8 @@ def expect(x, weight, activations):
     return values @ matrix.T, np.sqrt((values**2).sum(1)[:, None] * (matrix**2).mean(1)[None])
 
 
-FORMATS = [(bits, group, offset) for bits in (4, 5, 6, 8) for group in (16, 32) for offset in (False, True)]
-FORMATS = [each for each in FORMATS if each[0] < 8 or not each[2]]
+FORMATS = [(bits, 32, offset) for bits in (4, 5, 6) for offset in (False, True)]
+FORMATS += [(8, 32, False), (6, 16, False), (6, 16, True)]
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avx2", "generic"])
@@ -90,7 +90,7 @@ def test_product(isa, activations, bits, group, offset):
 
 @pytest.mark.parametrize("isa", ["avx2", "generic"])
 @pytest.mark.parametrize("activations", [None, "int8"])
-@pytest.mark.parametrize(("bits", "group", "offset"), [FORMATS[i] for i in (0, 3, 6, 13)])
+@pytest.mark.parametrize(("bits", "group", "offset"), [FORMATS[i] for i in (0, 3, 6, 8)])
 def test_a_result_depends_neither_on_its_neighbours_nor_on_the_split(isa, activations, bits, group, offset):
     """Bit for bit: rows of x alone or among others, rows of the weight alone or among others."""
     weight = make_weight(bits, group, offset, N=200)

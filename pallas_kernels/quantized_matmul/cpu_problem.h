@@ -1,0 +1,105 @@
+// What the files of the product share: its arguments, and results as they leave.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "cpu/parallel.h"
+#include "quantized_matmul/cpu_vectors.h"
+
+namespace jaxinfer {
+
+constexpr int kRows = 8, kInputs = 32;  // of a tile
+#if defined(__AVX2__)
+constexpr int kMost = 6;  // rows of x that share an unpacked tile: what the registers hold
+#else
+constexpr int kMost = 2;
+#endif
+
+// Rows of x are cut into blocks of nearly equal size, at most kMost.
+struct Blocks {
+  int64_t M, num;
+  explicit Blocks(int64_t M) : M(M), num((M + kMost - 1) / kMost) {}
+  int64_t begin(int64_t i) const { return i * M / num; }
+  int size(int64_t i) const { return static_cast<int>(begin(i + 1) - begin(i)); }
+};
+
+struct Problem {
+  int64_t M, N, K;
+  int bits, group;
+  const void* x;
+  bool bf16_x;
+  const uint8_t* data;
+  const uint16_t *scale, *offset;  // no offset: -scale * 2**(bits - 1), 0 for 8 bits
+  void* out;
+  bool bf16_out;
+
+  int64_t tiles() const { return K / kInputs; }
+  int64_t tile_rows() const { return (N + kRows - 1) / kRows; }
+  int64_t scales() const { return K / group * kRows; }  // of a row of tiles
+  int64_t row_bytes() const { return tiles() * bits * 32; }
+};
+
+void float_product(const Problem& p, xla::ffi::ThreadPool& pool);
+void int8_product(const Problem& p, xla::ffi::ThreadPool& pool);
+
+inline float bf16_to_float(uint16_t bits) {
+  uint32_t word = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+
+inline uint16_t float_to_bf16(float value) {
+  uint32_t word;
+  std::memcpy(&word, &value, 4);
+  if ((word & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(word >> 16 | 64);
+  return static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
+}
+
+inline void read_block(const void* x, bool bf16, int64_t at, float* to) {
+  if (!bf16) {
+    std::memcpy(to, static_cast<const float*>(x) + at, kInputs * sizeof(float));
+    return;
+  }
+  const uint16_t* from = static_cast<const uint16_t*>(x) + at;
+  for (int i = 0; i < kInputs; ++i) to[i] = bf16_to_float(from[i]);
+}
+
+// Writes 8 outputs of each of R rows.
+template <int R>
+void write(const Problem& p, int64_t tile_row, int64_t m0, const Floats (&sums)[R]) {
+  const int64_t n = tile_row * kRows, count = std::min<int64_t>(kRows, p.N - n);
+  for (int m = 0; m < R; ++m) {
+    float values[kRows];
+    store(values, sums[m]);
+    const int64_t at = (m0 + m) * p.N + n;
+    if (p.bf16_out) {
+      uint16_t halves[kRows];
+      for (int i = 0; i < kRows; ++i) halves[i] = float_to_bf16(values[i]);
+      std::memcpy(static_cast<uint16_t*>(p.out) + at, halves, count * 2);
+    } else if (count == kRows) {
+      store(static_cast<float*>(p.out) + at, sums[m]);
+    } else {
+      std::memcpy(static_cast<float*>(p.out) + at, values, count * 4);
+    }
+  }
+}
+
+// Memory of the calling thread, kept for its next call.
+template <class T>
+T* scratch(std::vector<T>& memory, int64_t count) {
+  if (memory.size() < static_cast<size_t>(count)) memory.resize(count);
+  return memory.data();
+}
+
+// Rows of tiles that a thread takes at once: few enough to balance and to stay in a cache while all of x passes.
+inline int64_t piece_of(const Problem& p, int64_t blocks, int64_t threads) {
+  const int64_t row_bytes = p.row_bytes() + p.scales() * (p.offset ? 4 : 2);
+  int64_t piece = std::max<int64_t>(1, p.tile_rows() / (4 * std::max<int64_t>(1, threads)));
+  piece = std::min(piece, std::max<int64_t>(1, (128 << 10) / row_bytes));
+  return std::max(piece, (16 << 10) / (row_bytes * blocks) + 1);
+}
+
+}  // namespace jaxinfer
