@@ -31,7 +31,8 @@ class LLM:
 
     def __init__(
         self, model: str | Path | Model, *, dtype: str | None = None, quantize: str | None = None,
-        activations: str | None = None, compile_cache: bool = True, progress: Progress | None = None, **engine_options: Any,
+        activations: str | None = None, compile_cache: bool = True, progress: Progress | None = None,
+        **engine_options: Any,
     ):  # fmt: skip
         """Loads the model and allocates the KV cache; steps are compiled when they first occur, or by `warmup`.
 

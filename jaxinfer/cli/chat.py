@@ -36,8 +36,8 @@ Ctrl-C stops an answer; at the prompt, twice in a row leaves."""
 @sampling_options
 @click.option("--system", help="System message.")
 def chat(
-    model: str, dtype: str | None, quantize: str | None, activations: str | None, max_model_len: int | None, system: str | None,
-    **sampling: Any,
+    model: str, dtype: str | None, quantize: str | None, activations: str | None, max_model_len: int | None,
+    system: str | None, **sampling: Any,
 ) -> None:  # fmt: skip
     """Talk with a model; answers are streamed, and Ctrl-C stops an answer and not the program."""
     check_sampling(sampling)

@@ -89,7 +89,9 @@ def find_model(model: str) -> Path:
         return resolve(model, progress=progress)
 
 
-def make_llm(path: Path, dtype: str | None, quantize: str | None, activations: str | None, max_model_len: int | None) -> "LLM":
+def make_llm(
+    path: Path, dtype: str | None, quantize: str | None, activations: str | None, max_model_len: int | None
+) -> "LLM":
     """Loads a model for one conversation at a time, with progress on standard error."""
     from jaxinfer.cli.progress import byte_progress
     from jaxinfer.llm import LLM

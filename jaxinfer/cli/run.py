@@ -26,8 +26,8 @@ from jaxinfer.cli.stopwatch import Stopwatch
 @click.option("--system", help="System message of the conversation.")
 @click.option("--timings", is_flag=True, help="Show on standard error where the time went.")
 def run(
-    prompt: str | None, model: str, dtype: str | None, quantize: str | None, activations: str | None, max_model_len: int | None,
-    raw: bool, system: str | None, timings: bool, **sampling: Any,
+    prompt: str | None, model: str, dtype: str | None, quantize: str | None, activations: str | None,
+    max_model_len: int | None, raw: bool, system: str | None, timings: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Answer PROMPT, writing the text to standard output as it comes.
 

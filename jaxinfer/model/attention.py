@@ -39,9 +39,7 @@ class Attention(nn.Module):
         c, T = self.config, x.shape[0]
 
         def project(name: str, heads: int, axis: str) -> jax.Array:
-            y = Linear(
-                heads * c.head_dim, (axis, "embed"), self.dtype, c.qkv_bias, self.activations, name=name
-            )(x)
+            y = Linear(heads * c.head_dim, (axis, "embed"), self.dtype, c.qkv_bias, self.activations, name=name)(x)
             return y.reshape(T, heads, c.head_dim)
 
         q = project("q", c.num_heads, "heads")

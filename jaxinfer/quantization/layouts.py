@@ -54,7 +54,7 @@ def _in_layout(weight: CpuWeight, layout: Layout) -> Any:
 def planes(weight: CpuWeight) -> QuantizedWeight:
     """Returns the same matrix for GPU, TPU and XLA, host arrays: 4 bits stay so, 5 and 6 become 8."""
     codes = np.array(unpack_codes(weight))
-    N, K = codes.shape
+    N = len(codes)
     scale, offset = (_by_row(part, N) for part in (weight.scale, weight.offset))
     zero = None
     if offset is None and weight.bits < 8:

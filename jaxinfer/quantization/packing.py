@@ -59,7 +59,7 @@ def packed_plan(
 
 
 def pack_params(params: dict[str, Any], quantize: str) -> dict[str, Any]:
-    """Returns a parameter tree with its matrices rounded to "int8" or "int4"; what a matrix held is freed as it goes."""
+    """Returns a parameter tree with its matrices rounded to "int8" or "int4", each freed as it is done."""
     layout: Layout = current_layout()
 
     def pack(leaf: Any) -> Any:

@@ -1,5 +1,6 @@
 """Compiles the C++ kernels into one shared library a machine, source and compiler."""
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -8,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,13 +43,26 @@ def built_library(isa: ISA, cache: Path | None = None) -> Path:
     folder = cache or Path(platformdirs.user_cache_dir("jaxinfer")) / "kernels"
     if (folder / name).is_file():
         return folder / name
-    started = time.perf_counter()
-    log.warning("compiling the CPU kernels for %s with %s (once a version)", isa.name, compiler[0])
-    with tempfile.TemporaryDirectory(prefix="jaxinfer-") as scratch:
-        made = _compile(compiler, sources, isa, Path(scratch))
-        path = _keep(made, folder / name)
-    log.info("compiled the CPU kernels in %.1f s", time.perf_counter() - started)
-    return path
+    with _lock(folder), tempfile.TemporaryDirectory(prefix="jaxinfer-") as scratch:
+        if (folder / name).is_file():  # another process has made it meanwhile
+            return folder / name
+        started = time.perf_counter()
+        log.warning("compiling the CPU kernels for %s with %s (once a version)", isa.name, compiler[0])
+        path = _keep(_compile(compiler, sources, isa, Path(scratch)), folder / name)
+        log.info("compiled the CPU kernels in %.1f s", time.perf_counter() - started)
+        return path
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Lets one process at a time compile, where the system can."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, ImportError):
+            import fcntl
+
+            folder.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(open(folder / "lock", "w")), fcntl.LOCK_EX)
+        yield
 
 
 def _compiler() -> list[str]:

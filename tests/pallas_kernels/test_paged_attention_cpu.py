@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cpu import Library
-from pallas_kernels.cpu.isa import ISAS, available_isas
-from pallas_kernels.cpu.library import load_library
 from pallas_kernels.paged_attention import make_schedule, ragged_paged_attention
 from pallas_kernels.paged_attention.cpu import ragged_paged_attention_cpu
+from tests.pallas_kernels import isas
 from tests.pallas_kernels.paged_cases import ROWS, check, expected, make_case, tree_of
 from tests.pallas_kernels.targets import targeting
 
@@ -33,14 +32,9 @@ def check_with(case, wanted, tolerance=1e-5, **options):
     check(functools.partial(attention, **options), case, wanted, 0, tolerance)
 
 
-@pytest.fixture(params=[isa.name for isa in ISAS])
+@pytest.fixture(params=isas.NAMES)
 def library(request) -> Library:
-    isa = next((isa for isa in available_isas() if isa.name == request.param), None)
-    if isa is None:
-        pytest.skip(f"this CPU has no {request.param}")
-    library = load_library(isa)
-    assert isinstance(library, Library), library
-    return library
+    return isas.library_for(request.param)
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64])

@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cpu import Library
-from pallas_kernels.cpu.isa import ISAS, available_isas
-from pallas_kernels.cpu.library import load_library
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.kv_write.cpu import write_kv_cpu
+from tests.pallas_kernels import isas
 from tests.pallas_kernels.kv_write.cases import CASES, FLOAT16, Case, check, make
 
 PLAIN = (
@@ -29,14 +27,10 @@ def write(*arguments, rope, library=None):
     return write_kv_cpu(*arguments, rope=rope, library=library)
 
 
-@pytest.mark.parametrize("isa", [isa.name for isa in ISAS])
+@pytest.mark.parametrize("isa", isas.NAMES)
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_matches_the_reference(case, isa):
-    found = [x for x in available_isas() if x.name == isa]
-    if not found:
-        pytest.skip(f"this CPU has no {isa}")
-    library = load_library(found[0])
-    assert isinstance(library, Library), library
+    library = isas.library_for(isa)
     arguments = make(case)
     first, second = (write(*arguments[:5], rope=arguments[5], library=library) for _ in range(2))
     check(case, arguments, first)

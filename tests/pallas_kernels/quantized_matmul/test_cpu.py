@@ -7,9 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cpu.build import CannotBuild
-from pallas_kernels.cpu.isa import ISAS, available_isas
-from pallas_kernels.cpu.library import load_library
 from pallas_kernels.quantized_matmul import (
     CpuWeight,
     dequantize_cpu_weight,
@@ -19,20 +16,10 @@ from pallas_kernels.quantized_matmul import (
     quantized_matmul,
 )
 from pallas_kernels.quantized_matmul.cpu import quantized_matmul_cpu, round_activations
+from tests.pallas_kernels import isas
 from tests.pallas_kernels.targets import targeting
 
 K = 96
-
-
-@functools.cache
-def library(name):
-    isa = next(isa for isa in ISAS if isa.name == name)
-    if isa not in available_isas():
-        pytest.skip(f"this CPU has no {name}")
-    found = load_library(isa)
-    if isinstance(found, CannotBuild):
-        pytest.skip(str(found))
-    return found
 
 
 def make_weight(bits, group, offset, N=21, seed=0):
@@ -67,7 +54,7 @@ FORMATS = [(bits, 32, offset) for bits in (4, 5, 6) for offset in (False, True)]
 FORMATS += [(8, 32, False), (6, 16, False), (6, 16, True)]
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "generic"])
+@pytest.mark.parametrize("isa", isas.NAMES)
 @pytest.mark.parametrize("activations", [None, "int8"])
 @pytest.mark.parametrize(("bits", "group", "offset"), FORMATS)
 def test_product(isa, activations, bits, group, offset):
@@ -77,7 +64,7 @@ def test_product(isa, activations, bits, group, offset):
 
     @jax.jit
     def run(xs, weight):
-        return [quantized_matmul_cpu(x, weight, activations=activations, library=library(isa)) for x in xs]
+        return [quantized_matmul_cpu(x, weight, activations=activations, library=isas.library_for(isa)) for x in xs]
 
     outs, again = run(xs, weight), run(xs, weight)
     for x, out, other in zip(xs, outs, again):
@@ -88,14 +75,14 @@ def test_product(isa, activations, bits, group, offset):
         np.testing.assert_array_equal(np.asarray(out), np.asarray(other))
 
 
-@pytest.mark.parametrize("isa", ["avx2", "generic"])
+@pytest.mark.parametrize("isa", isas.NAMES[1:])
 @pytest.mark.parametrize("activations", [None, "int8"])
 @pytest.mark.parametrize(("bits", "group", "offset"), [FORMATS[i] for i in (0, 3, 6, 8)])
 def test_a_result_depends_neither_on_its_neighbours_nor_on_the_split(isa, activations, bits, group, offset):
     """Bit for bit: rows of x alone or among others, rows of the weight alone or among others."""
     weight = make_weight(bits, group, offset, N=200)
     x = make_x(33)
-    run = jax.jit(functools.partial(quantized_matmul_cpu, activations=activations, library=library(isa)))
+    run = jax.jit(functools.partial(quantized_matmul_cpu, activations=activations, library=isas.library_for(isa)))
     whole = np.asarray(run(x, weight))
     for M in (1, 2, 4, 7):
         np.testing.assert_array_equal(np.asarray(run(x[:M], weight)), whole[:M])
@@ -124,12 +111,12 @@ def test_any_number_of_rows_and_nothing_beyond(N, out_dtype):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("activations", [None, "int8"])
-@pytest.mark.parametrize("isa", ["avx2", "generic"])
+@pytest.mark.parametrize("isa", isas.NAMES[1:])
 def test_a_bad_row_stays_bad_and_touches_no_other(isa, activations, value):
     weight = make_weight(4, 32, True)
     x = make_x(5)
     bad = x.at[2, 5].set(value)
-    run = functools.partial(quantized_matmul_cpu, activations=activations, library=library(isa))
+    run = functools.partial(quantized_matmul_cpu, activations=activations, library=isas.library_for(isa))
     out, clean = np.asarray(run(bad, weight)), np.asarray(run(x, weight))
     assert not np.isfinite(out[2]).any()
     np.testing.assert_array_equal(np.delete(out, 2, 0), np.delete(clean, 2, 0))
