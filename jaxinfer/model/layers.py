@@ -12,19 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.quantization import QArray, is_packed, take_rows
+from jaxinfer.quantization import is_packed, take_rows
 from pallas_kernels.quantized_matmul import quantized_matmul
 
 _matrix_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2)
 
 
-type Matrix = jax.Array | QArray
-
-
 def linear(
-    x: Float[Array, "T D"], weight: Matrix, preferred_element_type: Any = None, activations: str | None = None
+    x: Float[Array, "T D"], weight: Any, preferred_element_type: Any = None, activations: str | None = None
 ) -> Float[Array, "T F"]:
-    """Returns x @ weight.T for a weight f[F, D], packed or not: the one matrix product of the decoder.
+    """Returns x @ weight.T for a weight f[F, D], an array or a `QArray`: the one matrix product of the decoder.
 
     `activations` is how `quantized_matmul` treats x; a weight that is not packed takes it as it is.
     """

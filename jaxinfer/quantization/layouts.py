@@ -1,15 +1,14 @@
 """The two layouts of packed matrices and what makes them on the host."""
 
 import enum
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu import require_cpu
 from pallas_kernels.packing import pack
-from pallas_kernels.quantized_matmul import CpuWeight, QuantizedWeight
-from pallas_kernels.quantized_matmul.cpu_weights import quantize_cpu_weight, repack_gguf, unpack_codes
+from pallas_kernels.quantized_matmul import CpuWeight, QuantizedWeight, quantize_cpu_weight, repack_gguf, unpack_codes
 from pallas_kernels.quantized_matmul.weights import PACK_BLOCK
 
 KEPT_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -65,8 +64,11 @@ def planes(weight: CpuWeight) -> QuantizedWeight:
         scale = np.where(flat, np.float32(1), scale)
         zero = -offset / scale
     if weight.bits == 4:
-        return QuantizedWeight(np.asarray(pack(jnp.asarray(codes), 4, PACK_BLOCK)), scale, zero, 4, weight.group)
-    return QuantizedWeight(codes.astype(np.int8), scale, zero, 8, weight.group)
+        parts = np.asarray(pack(jnp.asarray(codes), 4, PACK_BLOCK)), scale, zero
+    else:
+        parts = codes.astype(np.int8), scale, zero
+    data, scale, zero = cast(Any, parts)  # host arrays until they are placed
+    return QuantizedWeight(data, scale, zero, 4 if weight.bits == 4 else 8, weight.group)
 
 
 def _by_row(part: Any, N: int) -> Any:

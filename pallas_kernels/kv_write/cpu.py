@@ -29,7 +29,7 @@ def write_kv_cpu(
     for name, x in (("key pages", k_pages), ("value pages", v_pages), ("keys", k), ("values", v)):
         if isinstance(x, QuantizedPages):
             raise NotImplementedError(f"cpu writes no quantized pages, the {name} have {x.bits} bits")
-        if x.dtype not in DTYPES:
+        elif x.dtype not in DTYPES:
             raise NotImplementedError(f"cpu writes float32 and bfloat16, the {name} are {x.dtype}")
     if k.shape[2] > MAX_HEAD_DIM:
         raise NotImplementedError(f"cpu needs head_dim to be at most {MAX_HEAD_DIM}, got {k.shape[2]}")

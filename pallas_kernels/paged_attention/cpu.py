@@ -54,7 +54,8 @@ def ragged_paged_attention_cpu(
         vmap_method="sequential",
     )
     lengths = (jnp.asarray(x, jnp.int32) for x in (page_indices, kv_lens, cu_q_lens))
-    return call(
+    out, lse = call(
         q, k_pages, v_pages, *lengths, jnp.zeros((T, 0), jnp.uint32) if tree_mask is None else tree_mask,
         scale=np.float32(scale), window=np.int64(sliding_window or NO_WINDOW), soft_cap=np.float32(soft_cap or 0.0),
     )  # fmt: skip
+    return out, lse

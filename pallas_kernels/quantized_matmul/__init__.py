@@ -1,14 +1,9 @@
 """Products with weights in 4 to 8 bits: of float activations, or of activations quantized as they come."""
 
 from pallas_kernels.quantized_matmul.api import quantized_matmul
-from pallas_kernels.quantized_matmul.cpu_weights import (
-    CpuWeight,
-    dequantize_cpu_weight,
-    pack_cpu,
-    quantize_cpu_weight,
-    repack_gguf,
-    take_rows,
-)
+from pallas_kernels.quantized_matmul.cpu_gguf import repack_gguf
+from pallas_kernels.quantized_matmul.cpu_packing import pack_cpu, quantize_cpu_weight
+from pallas_kernels.quantized_matmul.cpu_weights import CpuWeight, dequantize_cpu_weight, take_rows, unpack_codes
 from pallas_kernels.quantized_matmul.weights import QuantizedWeight, dequantize_weight, quantize_weight
 
 __all__ = [
@@ -22,4 +17,5 @@ __all__ = [
     "quantized_matmul",
     "repack_gguf",
     "take_rows",
+    "unpack_codes",
 ]

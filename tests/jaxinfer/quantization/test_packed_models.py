@@ -19,8 +19,13 @@ from jaxinfer.loading import load
 from jaxinfer.quantization import is_packed, packing
 from jaxinfer.quantization.layouts import KEPT_TYPES, Layout, current_layout, planes
 from jaxinfer.quantization.packing import packed_plan
-from pallas_kernels.quantized_matmul import CpuWeight, QuantizedWeight, dequantize_cpu_weight, dequantize_weight
-from pallas_kernels.quantized_matmul.cpu_weights import repack_gguf
+from pallas_kernels.quantized_matmul import (
+    CpuWeight,
+    QuantizedWeight,
+    dequantize_cpu_weight,
+    dequantize_weight,
+    repack_gguf,
+)
 from sharding import make_mesh
 from tests.helpers import PagedRow
 from tests.jaxinfer.conftest import MAX_LEN
