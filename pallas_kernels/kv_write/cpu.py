@@ -3,6 +3,8 @@
 Bytes: k and v once, what is stored of them once; FLOPs: 3 an element for the rotation.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -26,10 +28,11 @@ def write_kv_cpu(
 ) -> tuple[Pages, Pages]:
     """See `write_kv`; slots out of range are dropped. `library` is one for another instruction set."""
     library = library or require_cpu()
-    for name, x in (("key pages", k_pages), ("value pages", v_pages), ("keys", k), ("values", v)):
+    arrays: dict[str, Any] = {"key pages": k_pages, "value pages": v_pages, "keys": k, "values": v}
+    for name, x in arrays.items():
         if isinstance(x, QuantizedPages):
             raise NotImplementedError(f"cpu writes no quantized pages, the {name} have {x.bits} bits")
-        elif x.dtype not in DTYPES:
+        if x.dtype not in DTYPES:
             raise NotImplementedError(f"cpu writes float32 and bfloat16, the {name} are {x.dtype}")
     if k.shape[2] > MAX_HEAD_DIM:
         raise NotImplementedError(f"cpu needs head_dim to be at most {MAX_HEAD_DIM}, got {k.shape[2]}")

@@ -66,10 +66,10 @@ def quantize_cpu_weight(matrix: np.ndarray, bits: int = 8, group: int | None = N
     if bits not in (4, 8):
         raise ValueError(f"bits must be 8 or 4, got {bits}")
     N, K = matrix.shape
-    group = K if group is None else group
-    if group < 1 or K % group:
+    size: int = group or K
+    if size < 1 or K % size:
         raise ValueError(f"K={K} must be a multiple of {group=}")
-    groups = np.asarray(matrix, np.float32).reshape(N, K // group, group)
+    groups = np.asarray(matrix, np.float32).reshape(N, K // size, size)
     low, high = groups.min(axis=-1), groups.max(axis=-1)
     if bits == 8:
         scale, offset = _half(np.maximum(-low, high) / 127), None
