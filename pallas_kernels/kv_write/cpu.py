@@ -39,7 +39,7 @@ def write_kv_cpu(
     cos, sin = rope or (jnp.zeros((k.shape[0], 0)), jnp.zeros((k.shape[0], 0)))
     call = jax.ffi.ffi_call(
         library.target("write_kv"),
-        tuple(jax.ShapeDtypeStruct(pages.shape, pages.dtype) for pages in (k_pages, v_pages)),
+        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays["key pages"], arrays["value pages"])),
         input_output_aliases={0: 0, 1: 1},
         vmap_method="sequential",
     )
