@@ -15,14 +15,10 @@ class ISA:
     needs: frozenset[str] = frozenset()
 
 
-_AVX2 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"])
+# The sources have AVX512 and VNNI forms too, which compile. They have never run, as no machine with them was at hand,
+# and are not offered until they have.
 ISAS = (
-    ISA(
-        "avx512",
-        ("-march=x86-64-v4", "-mavx512vnni"),
-        _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"]),
-    ),
-    ISA("avx2", ("-march=x86-64-v3",), _AVX2),
+    ISA("avx2", ("-march=x86-64-v3",), frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})),
     ISA("generic"),  # whatever the compiler's default is: SSE2, or NEON on ARM
 )
 

@@ -23,23 +23,32 @@ inline Cursor at_row(const Problem& p, int64_t tile_row) {
           p.offset ? p.offset + tile_row * p.scales() : nullptr};
 }
 
-// Calls use(i, values) for the 32 inputs of tile t: 8 values of the weight for each, those of its rows.
-template <int Bits, class Use>
-JAXINFER_INLINE void unpack_tile(const Problem& p, const Cursor& row, int64_t t, const Use& use) {
-  const uint8_t* tile = row.tile + t * Bits * 32;
+// Calls use(i, c, values) for the 32 inputs of tile t in each of C rows of tiles: 8 values of the weight.
+template <int Bits, int C, class Use>
+JAXINFER_INLINE void unpack_tiles(const Problem& p, const Cursor (&rows)[C], int64_t t, const Use& use) {
   const int64_t parts = kInputs / p.group;
+#pragma GCC unroll 4
+  for (int c = 0; c < C; ++c) prefetch_ahead<Bits * 32>(rows[c].tile + t * Bits * 32);
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
     const int64_t at = (t * parts + (parts == 2 ? half : 0)) * kRows;
-    const Floats s = load_halves(row.scale + at);
-    const Floats o = row.offset ? load_halves(row.offset + at) : s * splat(-static_cast<float>(1 << (Bits - 1)));
+    Floats s[C], o[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) {
+      s[c] = load_halves(rows[c].scale + at);
+      o[c] = rows[c].offset ? load_halves(rows[c].offset + at) : s[c] * splat(-static_cast<float>(1 << (Bits - 1)));
+    }
 #pragma GCC unroll 4
     for (int i = 4 * half; i < 4 * half + 4; ++i) {
-      const Ints codes = (Ints)unpack<Bits>(tile, i);
+      Ints codes[C];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) codes[c] = (Ints)unpack<Bits>(rows[c].tile + t * Bits * 32, i);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j)
-        use(4 * i + j, Bits == 8 ? to_float(codes << (24 - 8 * j) >> 24) * s
-                                 : fma(to_float(codes >> (8 * j) & 0xff), s, o));
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c)
+          use(4 * i + j, c, Bits == 8 ? to_float(codes[c] << (24 - 8 * j) >> 24) * s[c]
+                                      : fma(to_float(codes[c] >> (8 * j) & 0xff), s[c], o[c]));
     }
   }
 }
@@ -51,17 +60,16 @@ void one_row(const Problem& p, const float* x, int64_t tile_row) {
   Floats sums[C][1] = {};
   for (int c = 0; c < C; ++c) rows[c] = at_row(p, tile_row + c);
   for (int64_t t = 0; t < p.tiles(); ++t)
-#pragma GCC unroll 4
-    for (int c = 0; c < C; ++c)
-      unpack_tile<Bits>(p, rows[c], t, [&](int i, Floats w) __attribute__((always_inline)) {
-        sums[c][0] = fma(w, splat(x[t * kInputs + i]), sums[c][0]);
-      });
+    unpack_tiles<Bits, C>(p, rows, t, [&](int i, int c, Floats w) __attribute__((always_inline)) {
+      sums[c][0] = fma(w, splat(x[t * kInputs + i]), sums[c][0]);
+      add_now(sums[c][0]);
+    });
   for (int c = 0; c < C; ++c) write(p, tile_row + c, 0, sums[c]);
 }
 
 template <int Bits>
 void one_row_piece(const Problem& p, const float* x, int64_t begin, int64_t end) {
-  constexpr int C = 4;
+  constexpr int C = Bits == 8 ? 4 : 2;  // more would not fit the registers
   for (; begin + C <= end; begin += C) one_row<Bits, C>(p, x, begin);
   for (; begin < end; ++begin) one_row<Bits, 1>(p, x, begin);
 }
@@ -69,9 +77,9 @@ void one_row_piece(const Problem& p, const float* x, int64_t begin, int64_t end)
 // Unpacks row of tiles c of a panel, f32[K, width, 8].
 template <int Bits>
 void fill_panel(const Problem& p, int64_t tile_row, int c, int width, float* panel) {
-  const Cursor row = at_row(p, tile_row);
+  const Cursor row[1] = {at_row(p, tile_row)};
   for (int64_t t = 0; t < p.tiles(); ++t)
-    unpack_tile<Bits>(p, row, t, [&](int i, Floats w) __attribute__((always_inline)) {
+    unpack_tiles<Bits, 1>(p, row, t, [&](int i, int, Floats w) __attribute__((always_inline)) {
       store(panel + ((t * kInputs + i) * width + c) * kRows, w);
     });
 }

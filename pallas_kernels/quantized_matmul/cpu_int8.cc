@@ -76,6 +76,7 @@ void int8_rows(const Problem& p, const Codes& codes, int64_t tile_row, int64_t m
     x_sum += R;
   };
   for (int64_t t = 0; t < tiles; ++t) {
+    if (R == 1) prefetch_ahead<Bits * 32>(tile);
     if (Group == kInputs) {
       Ints products[R] = {};
       dots<Bits, R, 0, 8>(tile, x, products);

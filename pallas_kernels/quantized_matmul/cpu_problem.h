@@ -67,6 +67,14 @@ inline void read_block(const void* x, bool bf16, int64_t at, float* to) {
   for (int i = 0; i < kInputs; ++i) to[i] = bf16_to_float(from[i]);
 }
 
+// Asks for the bytes of a tile some way ahead: a CPU's own prefetcher stops at the end of a page of memory.
+template <int Bytes>
+JAXINFER_INLINE void prefetch_ahead(const void* at) {
+  constexpr int ahead = 4096;
+#pragma GCC unroll 4
+  for (int i = 0; i < Bytes; i += 64) __builtin_prefetch(static_cast<const char*>(at) + ahead + i);
+}
+
 // Writes 8 outputs of each of R rows.
 template <int R>
 void write(const Problem& p, int64_t tile_row, int64_t m0, const Floats (&sums)[R]) {
