@@ -65,7 +65,7 @@ def backward_tiles(head_dim: int, sliding_window: int | None = None, soft_cap: f
 
     dk and dv: a thread holds H f32 of gradients (H/2 where the warpgroups share out the columns, at H = 256), block_q
     of scores and their gradients, and block_q/2 of both in 16 bits: 128 + 64 + 32 at H = 128 and block_q = 64. A soft
-    cap keeps the scores alive until the gradients come, and a window at H = 256 has more limits: 32 queries a step, since
+    cap keeps the scores alive until the gradients come, and a window at H = 256 has more limits: 32 queries a step, as
     64 would spill.
     dq: H/2 f32 of gradients, block_kv of scores and their gradients. At H = 256 that and the 128 KiB of Q and dO leave
     room for 32 keys a step only, at which wgmma waits for shared memory: 3 KiB an instruction of 16 cycles.
