@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -177,6 +178,12 @@ def test_coldest_temperature_is_greedy():
     np.testing.assert_array_equal(run(x, rows, None)[0], x.argmax(1))
 
 
+@jax.jit
+def draw(x, rows, seeds):
+    """A token for each of the seeds, with the parameters of `rows` otherwise."""
+    return jax.vmap(lambda seed: sample(x[None], dataclasses.replace(rows, seeds=seed), None)[0][0])(seeds)
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -196,14 +203,7 @@ def test_draws_follow_the_distribution(params):
     num = 20_000
     rows = make_rows([params], slots=[0], seeds=[0], positions=[5], prompt_lens=[5])
     seeds = np.stack([np.zeros(num, np.uint32), np.arange(num, dtype=np.uint32)], 1)[:, None]
-    fields = {name: value for name, value in vars(rows).items() if name != "seeds"}
-
-    @jax.jit
-    @jax.vmap
-    def draw(seed):
-        return sample(jnp.asarray(x)[None], type(rows)(**fields, seeds=seed), None)[0][0]
-
-    observed = np.bincount(np.asarray(draw(seeds)), minlength=40)
+    observed = np.bincount(np.asarray(draw(x, rows, seeds)), minlength=40)
     left = x / params.temperature
     for name in ("top_k", "top_p", "min_p", "typical_p"):
         left = np.where(getattr(reference, name)(left, getattr(params, name)), left, -np.inf)
