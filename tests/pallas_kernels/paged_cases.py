@@ -1,6 +1,7 @@
 """Cases of ragged paged attention and their float64 answers, for every implementation; unused slots hold NaN."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -72,24 +73,25 @@ def make_case(
     return jnp.asarray(q, dtype), *pages, page_indices, np.array([kv_len for _, kv_len in rows], np.int32), cu_q_lens
 
 
-_quantize = jax.jit(quantize, static_argnames=("bits", "axis", "float8"))
 _dequantize = jax.jit(dequantize)
 
 
 def _quantized(values, how):
     """Quantized pages in which what was never written is NaN: by data, scale and zero, as far as these can be."""
     unused = np.isnan(values).any(axis=-1)
-    pages = _quantize(np.nan_to_num(values).astype(np.float32), **how)
-    poison = unused if pages.axis == "token" else np.repeat(unused.all(axis=-1)[..., None], values.shape[-1], axis=-1)
+    return _quantize_with_poison(np.nan_to_num(values).astype(np.float32), unused, **how)
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "axis", "float8"))
+def _quantize_with_poison(values, unused, **how):
+    pages = quantize(values, **how)
+    poison = unused if pages.axis == "token" else jnp.repeat(unused.all(axis=-1)[..., None], values.shape[-1], axis=-1)
     parts = {name: getattr(pages, name) for name in ("scale", "zero")}
-    parts = {
-        name: None if x is None else jnp.asarray(np.where(poison, np.float32(np.nan), x)) for name, x in parts.items()
-    }
+    parts = {name: None if x is None else jnp.where(poison, jnp.nan, x) for name, x in parts.items()}
     data = pages.data
     if jnp.issubdtype(data.dtype, jnp.floating):
-        data = np.array(data)
-        data[unused] = np.nan
-    return dataclasses.replace(pages, data=jnp.asarray(data), **parts)
+        data = jnp.where(unused[..., None], jnp.asarray(jnp.nan, data.dtype), data)
+    return dataclasses.replace(pages, data=data, **parts)
 
 
 def tree_of(tokens, words=1, seed=0):

@@ -13,7 +13,11 @@ from tests.jaxinfer.conftest import MAX_LEN
 BASE = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": MAX_LEN, "decode_steps": 4}
 CONFIGS = {
     "base": {},
-    "tiny_pool": {"page_size": 4, "num_pages": 1 + MAX_LEN // 4},  # holds one full request: preemption all the time
+    "tiny_pool": {
+        "page_size": 4,
+        "num_pages": 1 + MAX_LEN // 4,
+        "max_num_batched_tokens": 16,
+    },  # holds one full request: preemption all the time
 }
 SLOW_CONFIGS = {
     "page_size_1": {"page_size": 1},
