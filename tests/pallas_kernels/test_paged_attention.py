@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,12 @@ def case_and_answer(name, window):
 
 
 @pytest.mark.parametrize(
-    "window", [None, 8, pytest.param(1, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.slow)]
+    ("implementation", "window"),
+    [
+        *itertools.product(IMPLEMENTATIONS, (None, 8)),
+        *(pytest.param("xla", window, marks=pytest.mark.slow) for window in (1, 1000)),
+    ],
 )
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ROWS)
 def test_matches_float64(name, implementation, window):
     case, wanted = case_and_answer(name, window)
@@ -85,8 +89,13 @@ def test_bfloat16(implementation):
     check_with(case, expected(*case), num_decode_rows, 1e-2, implementation=implementation)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("formats", [*PAIRS, *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS)])
+@pytest.mark.parametrize(
+    ("formats", "implementation"),
+    [
+        *itertools.product(PAIRS, IMPLEMENTATIONS),
+        *(pytest.param(name, "xla", marks=pytest.mark.slow) for name in FORMATS),
+    ],
+)
 def test_quantized_pages(formats, implementation):
     rows, num_decode_rows = ROWS["mixed"]
     case = make_case(rows, shape=(110, 5, 17), formats=formats)
@@ -103,12 +112,9 @@ def test_soft_cap_window_and_sinks(implementation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("window", [None, 8])
-def test_soft_cap(window, implementation):
+def test_soft_cap(implementation):
     case = case_of(ROWS["mixed"][0])
-    options = {"soft_cap": 0.7}
-    wanted = expected(*case, window, **options)
-    check_with(case, wanted, 2, sliding_window=window, implementation=implementation, **options)
+    check_with(case, expected(*case, soft_cap=0.7), 2, soft_cap=0.7, implementation=implementation)
 
 
 @pytest.mark.slow

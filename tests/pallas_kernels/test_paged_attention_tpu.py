@@ -13,7 +13,7 @@ from pallas_kernels.paged_attention.mosaic_tpu import ragged_paged_attention_mos
 from pallas_kernels.paged_attention.mosaic_tpu_work import COLUMNS, decode_work, prefill_work
 from pallas_kernels.paged_attention.tpu_tiles import VMEM_BYTES, TileConfig, choose_tiles
 from pallas_kernels.pages import quantize
-from tests.pallas_kernels.paged_cases import FORMATS, ROWS, check, expected, make_case, tree_of
+from tests.pallas_kernels.paged_cases import ROWS, check, expected, make_case, tree_of
 from tests.pallas_kernels.targets import lower
 
 T, S, M = 440, 20, 22  # all of ROWS fit: one compilation serves them
@@ -55,7 +55,7 @@ def test_sliding_window_and_soft_cap(name, window):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("formats", ["int4", "int8_keys_only", "kivi2", "float8"])
 def test_quantized_pages(formats):
     case = make_case(MIXED, shape=SMALL, formats=formats)
     check_with(case, expected(*case), 2)

@@ -20,11 +20,9 @@ CONFIGS = {
     },  # holds one full request: preemption all the time
 }
 SLOW_CONFIGS = {
-    "page_size_1": {"page_size": 1},
-    "page_size_64": {"page_size": 64},
-    "chunks_of_7": {"max_num_batched_tokens": 7},
+    "page_size_1_synchronous": {"page_size": 1, "async_scheduling": False, "decode_steps": 1},
+    "page_size_64_chunks_of_7": {"page_size": 64, "max_num_batched_tokens": 7},
     "chunks_of_1": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
-    "synchronous": {"async_scheduling": False, "decode_steps": 1},
     "priority": {"policy": "priority", "decode_steps": 3, "page_size": 8, "num_pages": 20},
 }
 

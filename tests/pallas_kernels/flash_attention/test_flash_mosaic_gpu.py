@@ -15,7 +15,7 @@ from pallas_kernels.flash_attention.mosaic_gpu_blocks import HEAD_DIMS, Visibili
 from pallas_kernels.flash_attention.mosaic_gpu_forward import flash_attention_mosaic_gpu
 from pallas_kernels.flash_attention.tiles import SHARED_MEMORY, BackwardTiles, ForwardTiles, forward_tiles
 from pallas_kernels.flash_attention.vjp import with_backward
-from tests.pallas_kernels.flash_attention.cases import CASES, Case, check, check_twice, make, run
+from tests.pallas_kernels.flash_attention.cases import CASES, Case, check, check_twice, make
 from tests.pallas_kernels.gpu_interpreter import interpreted
 from tests.pallas_kernels.targets import lower
 
@@ -40,29 +40,34 @@ def forward(arrays, interpret, tiles=None):
     return function(arrays.q, arrays.k, arrays.v, arrays.q_segment_ids, arrays.kv_segment_ids)
 
 
-def head_dim_of(name):
-    return None if name.startswith("head_dim") else 64
-
-
 def test_agrees_and_repeats_without_races_with_all_options(monkeypatch):
     with interpreted(detect_races=True) as interpret:
         check_twice(attention(monkeypatch, interpret, SMALL), make(EVERYTHING, "bfloat16", head_dim=64))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*list(CASES)[::4], *(n for n in CASES if n.startswith("head_dim"))])
-def test_agrees(name, monkeypatch):
-    with interpreted() as interpret:
-        arrays = make(CASES[name], "bfloat16", head_dim=head_dim_of(name))
-        check(arrays, run(attention(monkeypatch, interpret, SMALL), arrays))
+# Every head dim in each type, with every option.
+PAIRWISE = [
+    ("not_causal_more_queries", "bfloat16", 80, SMALL),
+    ("segments_more_keys", "bfloat16", 96, None),
+    ("more_keys", "bfloat16", 128, None),
+    ("window_more_keys", "bfloat16", 256, SMALL),
+    ("segments_window", "float16", 64, None),
+    ("edge_129", "float16", 80, SMALL),
+    ("more_queries", "float16", 96, None),
+    ("segments_shuffled", "float16", 128, SMALL),
+    ("edge_65", "float16", 256, None),
+    ("large_scores", "bfloat16", 64, SMALL),
+    ("window_one", "bfloat16", 64, None),
+    ("one", "bfloat16", 64, SMALL),
+    ("mqa", "bfloat16", 64, None),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["more_keys", "segments_window", "window_more_keys", "not_causal_more_queries"])
-def test_agrees_in_float16_with_its_own_tiles(name, monkeypatch):
-    with interpreted() as interpret:
-        arrays = make(CASES[name], "float16", head_dim=64)
-        check(arrays, run(attention(monkeypatch, interpret), arrays))
+@pytest.mark.parametrize(("name", "dtype", "head_dim", "tiles"), PAIRWISE)
+def test_agrees_and_repeats_without_races(name, dtype, head_dim, tiles, monkeypatch):
+    with interpreted(detect_races=True) as interpret:
+        check_twice(attention(monkeypatch, interpret, tiles), make(CASES[name], dtype, head_dim=head_dim))
 
 
 def test_forward_agrees_with_what_the_first_case_has_not():
@@ -86,14 +91,6 @@ def test_scale_need_not_be_positive(scale):
     with interpreted() as interpret:
         arrays = make(Case(9, 65, scale=scale), "bfloat16", head_dim=64)
         check(arrays, forward(arrays, interpret))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["edge_129", "segments_more_keys", "head_dim_256"])
-def test_has_no_races(name, monkeypatch):
-    with interpreted(detect_races=True) as interpret:
-        arrays = make(CASES[name], "bfloat16", head_dim=head_dim_of(name))
-        check(arrays, run(attention(monkeypatch, interpret), arrays))
 
 
 @pytest.mark.parametrize(
@@ -160,8 +157,16 @@ def arguments(dtype=jnp.bfloat16, *, H=64, segments=False):
 OPTIONS = {"scale": 0.1, "causal": True, "sliding_window": None, "soft_cap": None}
 
 
-@pytest.mark.parametrize("H", [64, *(pytest.param(H, marks=pytest.mark.slow) for H in HEAD_DIMS[1:])])
-@pytest.mark.parametrize("options", [{"causal": False}, {"sliding_window": 70, "soft_cap": 30.0}])
+LOWERED = ({"causal": False}, {"sliding_window": 70, "soft_cap": 30.0})
+
+
+@pytest.mark.parametrize(
+    ("H", "options"),
+    [
+        *((64, options) for options in LOWERED),
+        *(pytest.param(H, LOWERED[i % 2], marks=pytest.mark.slow) for i, H in enumerate(HEAD_DIMS[1:])),
+    ],
+)
 def test_lowers_for_h200(H, options):
     q, k, v, q_ids, kv_ids, lse = arguments(H=H, segments="soft_cap" in options)
     options = OPTIONS | options

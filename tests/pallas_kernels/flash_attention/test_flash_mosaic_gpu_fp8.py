@@ -31,13 +31,13 @@ SMALL = ForwardTiles(block_kv=64)  # two blocks of keys a scale, two stages
 CASES = {
     "one": Case(1, 1),
     "edge_128": Case(128, 128, num_heads=2, num_kv_heads=2),
-    "causal": Case(257, 257, num_heads=2, num_kv_heads=1),
+    "causal": Case(257, 257, num_heads=1),
     "more_queries": Case(200, 129),  # 71 queries see nothing
     "not_causal": Case(70, 270, causal=False, batch=2, soft_cap=3.0),
     "negative_scale": Case(9, 130, scale=-0.3),
     "large_scores": Case(130, 130, num_heads=1, scale=5.0),
     "window_one": Case(130, 130, num_heads=1, sliding_window=1),
-    "head_dim_128": Case(130, 260, head_dim=128, num_heads=4, num_kv_heads=2),
+    "head_dim_128": Case(130, 260, head_dim=128, num_heads=2, num_kv_heads=1),
     "head_dim_256": Case(70, 300, head_dim=256, num_heads=1, sliding_window=150),
 }
 
@@ -106,13 +106,6 @@ def check(arrays, results, block_kv):
 
 def block_kv_of(arrays):
     return 64 if arrays.case.head_dim > 128 else 128
-
-
-@pytest.mark.slow
-def test_agrees_with_grouped_queries():
-    arrays = make(Case(40, 140, num_heads=4, num_kv_heads=2, head_dim=64), "float8")
-    with interpreted() as interpret:
-        check(arrays, attend(arrays, interpret)(), 128)
 
 
 @pytest.mark.slow

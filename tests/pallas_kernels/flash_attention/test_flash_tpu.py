@@ -31,7 +31,7 @@ def interpreted(monkeypatch, tiles=None, interpret=True):
 
 
 @pytest.mark.parametrize(
-    "name", [*ALWAYS, *(pytest.param(n, marks=pytest.mark.slow) for n in list(CASES)[::3] if n not in ALWAYS)]
+    "name", [*ALWAYS, *(pytest.param(n, marks=pytest.mark.slow) for n in list(CASES)[::4] if n not in ALWAYS)]
 )
 def test_small_tiles(name, monkeypatch):
     check_twice(interpreted(monkeypatch, TpuTiles(block_q=32, block_k=64)), make(CASES[name]))
@@ -80,7 +80,7 @@ def test_tiles_fit_the_hardware(group, length):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", SPECS[::3], ids=lambda spec: spec.name)
 def test_specs_lower(spec):
     start = time.process_time()
     function = functools.partial(spec.function, implementation="mosaic_tpu")
