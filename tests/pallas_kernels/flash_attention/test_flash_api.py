@@ -23,9 +23,13 @@ FEW = ["one", "more_queries", "segments_all_options"]
 ALWAYS = [
     "one", "one_query", "edge_65", "edge_128", "more_keys", "not_causal", "segments_not_causal", "segments_all_options",
 ]  # fmt: skip
+MORE = [
+    "edge_63", "edge_127", "edge_129", "more_queries", "window_one", "window_more_keys", "window_above_length",
+    "segments", "segments_batch", "segments_window", "segments_shuffled", "large_scores", "head_dim_80", "head_dim_256",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", [*ALWAYS, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
 def test_xla(name):
     check_twice(functools.partial(flash_attention, implementation="xla"), make(CASES[name]))
 

@@ -45,21 +45,18 @@ def test_agrees_and_repeats_without_races_with_all_options(monkeypatch):
         check_twice(attention(monkeypatch, interpret, SMALL), make(EVERYTHING, "bfloat16", head_dim=64))
 
 
-# Every head dim in each type, with every option.
+# Every head dim in each type, with every option (64 in bfloat16 is above).
 PAIRWISE = [
-    ("not_causal_more_queries", "bfloat16", 80, SMALL),
-    ("segments_more_keys", "bfloat16", 96, None),
+    ("segments_shuffled", "bfloat16", 80, SMALL),
+    ("window_one", "bfloat16", 96, None),
     ("more_keys", "bfloat16", 128, None),
     ("window_more_keys", "bfloat16", 256, SMALL),
     ("segments_window", "float16", 64, None),
     ("edge_129", "float16", 80, SMALL),
-    ("more_queries", "float16", 96, None),
-    ("segments_shuffled", "float16", 128, SMALL),
+    ("one", "float16", 96, None),
+    ("not_causal_more_queries", "float16", 128, SMALL),
     ("edge_65", "float16", 256, None),
     ("large_scores", "bfloat16", 64, SMALL),
-    ("window_one", "bfloat16", 64, None),
-    ("one", "bfloat16", 64, SMALL),
-    ("mqa", "bfloat16", 64, None),
 ]
 
 
