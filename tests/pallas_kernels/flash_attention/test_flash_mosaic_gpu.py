@@ -1,5 +1,6 @@
 """The Mosaic GPU kernels of flash attention: interpreted against the oracle of `cases`, raced, lowered for H200."""
 
+import dataclasses
 import functools
 import sys
 
@@ -63,8 +64,11 @@ PAIRWISE = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype", "head_dim", "tiles"), PAIRWISE)
 def test_agrees_and_repeats_without_races(name, dtype, head_dim, tiles, monkeypatch):
+    case = CASES[name]
+    if name != "edge_65":  # which has groups of three
+        case = dataclasses.replace(case, num_heads=2, num_kv_heads=1, batch=1)
     with interpreted(detect_races=True) as interpret:
-        check_twice(attention(monkeypatch, interpret, tiles), make(CASES[name], dtype, head_dim=head_dim))
+        check_twice(attention(monkeypatch, interpret, tiles), make(case, dtype, head_dim=head_dim))
 
 
 def test_forward_agrees_with_what_the_first_case_has_not():
