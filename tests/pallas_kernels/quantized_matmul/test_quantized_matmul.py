@@ -171,10 +171,11 @@ def test_wrong_arguments_are_explained():
             lambda: quantized_matmul(x, QuantizedWeight(int8.data, int8.scale, int4.scale, 8, 64)),
         ),
         ("activations must be one of", lambda: quantize_per_token(x, "int4")),
-        ('"xla" alone', lambda: bf16_matmul(x, x, implementation="reference")),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+    with pytest.raises(NotImplementedError, match="XLA's own bf16 product"):
+        bf16_matmul(x, x, implementation="reference")
 
 
 def test_the_kernels_refuse_this_machine():
@@ -202,7 +203,7 @@ def test_xla_lowers_for_other_machines(name, target):
 
 
 def test_specs_state_shapes_and_run(rng):
-    assert len({spec.name for spec in SPECS}) == len(SPECS) == 72
+    assert len({spec.name for spec in SPECS}) == len(SPECS)
     for spec in SPECS[::7]:
         x, weight, *_ = arguments = jax.eval_shape(spec.arguments)
         out = jax.eval_shape(spec.function, *arguments)
