@@ -3,7 +3,11 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault(  # eight devices, and quick compilation: the tests compile far more than they compute
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=8"
+    + (" --xla_backend_optimization_level=0" * (os.environ["JAX_PLATFORMS"] == "cpu")),
+)
 
 import hypothesis
 import jax

@@ -12,12 +12,7 @@ from jaxinfer.model.kv_cache import KVCache
 PAGE_SIZE, PAGES, CHUNK = 8, 12, 64  # static sizes, so that one compilation serves every chunk of a model
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames="decoder",
-    donate_argnames="cache",
-    compiler_options={"xla_backend_optimization_level": 0},  # compiled once and run for milliseconds
-)
+@functools.partial(jax.jit, static_argnames="decoder", donate_argnames="cache")
 def _run(decoder, params, cache, batch):
     hidden, cache = decoder.apply({"params": params}, cache, batch)
     return decoder.apply({"params": params}, hidden, method="logits"), cache

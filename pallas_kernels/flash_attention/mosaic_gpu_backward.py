@@ -36,7 +36,7 @@ def flash_attention_backward_mosaic_gpu(
     require_hopper(interpret)
     blocks.require_supported(q, k, v)
     T, S = q.shape[1], k.shape[1]
-    tiles = tiles or backward_tiles(q.shape[-1])
+    tiles = tiles or backward_tiles(q.shape[-1], sliding_window, soft_cap)
     visibility = blocks.Visibility(T, S, causal, sliding_window, q_segment_ids is not None)
     delta = jnp.einsum("btnh,btnh->bnt", out, d_out, preferred_element_type=jnp.float32)
     if d_lse is not None:

@@ -1,5 +1,6 @@
 """Gradients of the keys and values: the first kernel of the flash attention backward pass."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -47,10 +48,12 @@ def key_gradients(
     groups = _CONSUMERS // parts  # of 64 keys, in a thread block
     block_q, stages, columns = tiles.block_q, tiles.stages, H // parts
     score, factor = blocks.scores(scale, soft_cap)
+    if H > 128 and soft_cap is not None:  # two loops would spill
+        visibility = dataclasses.replace(visibility, mask_all=True)
 
     def kernel(
         k_gmem, v_gmem, q_gmem, do_gmem, lse_gmem, delta_gmem, *rest, k_smem, v_smem, q_smem, do_smem, lse_smem,
-        delta_smem, kv_full, q_full, q_empty, do_full, do_empty, done, k_ids_smem: Any = None, q_ids_smem: Any = None,
+        delta_smem, columns_smem, kv_full, full, empty, done, k_ids_smem: Any = None, q_ids_smem: Any = None,
     ):  # fmt: skip
         *ids_gmem, dk_gmem, dv_gmem = rest
         batch, kv_head, warpgroup = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("warpgroup")
@@ -80,24 +83,23 @@ def key_gradients(
                     slot, head = slot_of(step), kv_head * G + g
                     queries = pl.ds(pl.multiple_of(visit.block(index) * block_q, block_q), block_q)
 
-                    def load(x_gmem, x_smem, row_gmem, row_smem, full, empty):
-                        @pl.when(step >= stages)
-                        def _wait():
-                            plgpu.barrier_wait(empty.at[slot])
+                    @pl.when(step >= stages)
+                    def _wait():
+                        plgpu.barrier_wait(empty.at[slot])
 
+                    for x_gmem, x_smem in ((q_gmem, q_smem), (do_gmem, do_smem)):
                         for part in range(parts):
                             at = batch, queries, head, pl.ds(part * columns, columns)
                             plgpu.copy_gmem_to_smem(x_gmem.at[at], x_smem.at[slot, part], full.at[slot])
+                    for row_gmem, row_smem in ((lse_gmem, lse_smem), (delta_gmem, delta_smem)):
                         plgpu.copy_gmem_to_smem(row_gmem.at[batch, head, queries], row_smem.at[slot], full.at[slot])
-
-                    load(q_gmem, q_smem, lse_gmem, lse_smem, q_full, q_empty)
                     if ids_gmem:
-                        plgpu.copy_gmem_to_smem(ids_gmem[0].at[batch, queries], q_ids_smem.at[slot], q_full.at[slot])
-                    load(do_gmem, do_smem, delta_gmem, delta_smem, do_full, do_empty)
+                        plgpu.copy_gmem_to_smem(ids_gmem[0].at[batch, queries], q_ids_smem.at[slot], full.at[slot])
 
         @pl.when(warpgroup < _CONSUMERS)
         def _consume():
             plgpu.set_max_registers(240, action="increase")
+            blocks.number_columns(columns_smem.at[warpgroup])
             group, own = (0, warpgroup) if parts > 1 else (warpgroup, 0)
             key = first_key + group * ROWS
             row_layout, column_layout = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -106,8 +108,7 @@ def key_gradients(
 
             def step(number, index, carry, masked):
                 slot = slot_of(number)
-                plgpu.barrier_wait(q_full.at[slot])
-                plgpu.barrier_wait(do_full.at[slot])
+                plgpu.barrier_wait(full.at[slot])
 
                 def probabilities(refs):
                     s_acc, dp_acc, p_ref, ds_ref = refs
@@ -121,9 +122,12 @@ def key_gradients(
                     if masked:
                         q_ids = plgpu.load(q_ids_smem.at[slot], layout=column_layout) if ids_gmem else None
                         query = visit.block(index) * block_q
-                        p = blocks.where_visible(visibility, query, key, p, q_ids, k_ids, queries_first=False)
-                    ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                    ds = ds if soft_cap is None else ds * (1 - s * s)
+                        p = blocks.where_visible(
+                            visibility, query, key, p, q_ids, k_ids, columns_smem=columns_smem.at[warpgroup],
+                            queries_first=False,
+                        )  # fmt: skip
+                    slope = p if soft_cap is None else p * (1 - s * s)
+                    ds = slope * plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     p_ref[...], ds_ref[...] = p.astype(q.dtype), ds.astype(q.dtype)
 
                 def accumulate(refs):
@@ -140,8 +144,7 @@ def key_gradients(
                 )
                 dk, dv = blocks.run_state(accumulate)(tuple(blocks.ACC.init(x) for x in carry))
                 plgpu.commit_smem()  # the rows were read by the threads and are next written by a copy
-                plgpu.barrier_arrive(q_empty.at[slot])
-                plgpu.barrier_arrive(do_empty.at[slot])
+                plgpu.barrier_arrive(empty.at[slot])
                 return dk, dv
 
             def head(g, carry):
@@ -166,19 +169,18 @@ def key_gradients(
             plgpu.copy_smem_to_gmem(v_smem.at[group, own], dv_gmem.at[at])
             plgpu.wait_smem_to_gmem(0)
 
-    transforms, f32 = blocks.tiled(columns, q.dtype), jnp.float32
+    transforms, f32 = blocks.tiled(columns, q.dtype, block_q), jnp.float32
     scratch = {
         "k_smem": plgpu.SMEM((groups, parts, ROWS, columns), q.dtype, transforms=transforms),
         "v_smem": plgpu.SMEM((groups, parts, ROWS, columns), q.dtype, transforms=transforms),
         "q_smem": plgpu.SMEM((stages, parts, block_q, columns), q.dtype, transforms=transforms),
         "do_smem": plgpu.SMEM((stages, parts, block_q, columns), q.dtype, transforms=transforms),
         "lse_smem": plgpu.SMEM((stages, block_q), f32),
+        "columns_smem": plgpu.SMEM((_CONSUMERS, block_q), jnp.int32),
         "delta_smem": plgpu.SMEM((stages, block_q), f32),
         "kv_full": plgpu.Barrier(num_arrivals=groups * (2 * parts + bool(segment_ids))),
-        "q_full": plgpu.Barrier(num_arrivals=parts + 1 + bool(segment_ids), num_barriers=stages),
-        "q_empty": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
-        "do_full": plgpu.Barrier(num_arrivals=parts + 1, num_barriers=stages),
-        "do_empty": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+        "full": plgpu.Barrier(num_arrivals=2 * parts + 2 + bool(segment_ids), num_barriers=stages),
+        "empty": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
         "done": plgpu.Barrier(num_arrivals=_CONSUMERS),
     }
     if segment_ids:
@@ -196,4 +198,5 @@ def key_gradients(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
+        kernel_name="flash_attention_backward_dkv",
     )(k, v, q, d_out, lse, delta, *segment_ids)

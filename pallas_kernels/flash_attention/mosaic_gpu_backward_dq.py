@@ -1,5 +1,6 @@
 """Gradient of the queries: the second kernel of the flash attention backward pass."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -30,10 +31,12 @@ def query_gradient(
     block_kv, stages = tiles.block_kv, tiles.stages
     num_tiles = pl.cdiv(visibility.num_queries, _BLOCK_Q)
     score, factor = blocks.scores(scale, soft_cap)
+    if H > 128 and visibility.sliding_window is not None:  # two loops would spill
+        visibility = dataclasses.replace(visibility, mask_all=True)
 
     def kernel(
         q_gmem, do_gmem, k_gmem, v_gmem, lse_gmem, delta_gmem, *rest, q_smem, do_smem, k_smem, v_smem, lse_smem,
-        delta_smem, q_full, k_full, k_empty, v_full, v_empty, q_ids_smem: Any = None, k_ids_smem: Any = None,
+        delta_smem, columns_smem, q_full, full, k_empty, v_empty, q_ids_smem: Any = None, k_ids_smem: Any = None,
     ):  # fmt: skip
         *ids_gmem, dq_gmem = rest
         batch, head, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
@@ -57,19 +60,20 @@ def query_gradient(
                 def _wait_for_k():
                     plgpu.barrier_wait(k_empty.at[slot])
 
-                plgpu.copy_gmem_to_smem(k_gmem.at[batch, keys, kv_head], k_smem.at[slot], k_full.at[slot])
+                plgpu.copy_gmem_to_smem(k_gmem.at[batch, keys, kv_head], k_smem.at[slot], full.at[slot])
                 if ids_gmem:
-                    plgpu.copy_gmem_to_smem(ids_gmem[1].at[batch, keys], k_ids_smem.at[slot], k_full.at[slot])
+                    plgpu.copy_gmem_to_smem(ids_gmem[1].at[batch, keys], k_ids_smem.at[slot], full.at[slot])
 
                 @pl.when(index >= stages)
                 def _wait_for_v():
                     plgpu.barrier_wait(v_empty.at[slot])
 
-                plgpu.copy_gmem_to_smem(v_gmem.at[batch, keys, kv_head], v_smem.at[slot], v_full.at[slot])
+                plgpu.copy_gmem_to_smem(v_gmem.at[batch, keys, kv_head], v_smem.at[slot], full.at[slot])
 
         @pl.when(warpgroup < _CONSUMERS)
         def _consume():
             plgpu.set_max_registers(240, action="increase")
+            blocks.number_columns(columns_smem.at[warpgroup])
             query = tile * _BLOCK_Q + warpgroup * ROWS
             rows = pl.ds(pl.multiple_of(query, ROWS), ROWS)
             ready, row_layout = q_full.at[warpgroup], plgpu.Layout.WGMMA.reduce(1)
@@ -87,8 +91,7 @@ def query_gradient(
 
             def step(index, dq, masked):
                 slot = slot_of(index)
-                plgpu.barrier_wait(k_full.at[slot])
-                plgpu.barrier_wait(v_full.at[slot])
+                plgpu.barrier_wait(full.at[slot])
 
                 def score_gradient(s_acc, dp_acc):
                     plgpu.wgmma(s_acc, q_tile, k_smem.at[slot].transpose((1, 0)))
@@ -100,10 +103,12 @@ def query_gradient(
                         if ids_gmem:
                             k_ids = plgpu.load(k_ids_smem.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
                         key = visit.block(index) * block_kv
-                        p = blocks.where_visible(visibility, query, key, p, q_ids, k_ids)
+                        p = blocks.where_visible(
+                            visibility, query, key, p, q_ids, k_ids, columns_smem=columns_smem.at[warpgroup]
+                        )
+                    slope = p if soft_cap is None else p * (1 - s * s)
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                    ds = p * (dp - blocks.rows_like(row_delta, s.shape))
-                    return ds if soft_cap is None else ds * (1 - s * s)
+                    return slope * (dp - blocks.rows_like(row_delta, s.shape))
 
                 shape = blocks.ACC((ROWS, block_kv), jnp.float32)
                 ds = pl.run_scoped(score_gradient, shape, shape).astype(q.dtype)
@@ -129,11 +134,11 @@ def query_gradient(
         "k_smem": plgpu.SMEM((stages, block_kv, H), q.dtype, transforms=transforms),
         "v_smem": plgpu.SMEM((stages, block_kv, H), q.dtype, transforms=transforms),
         "lse_smem": plgpu.SMEM((_CONSUMERS, ROWS), f32),
+        "columns_smem": plgpu.SMEM((_CONSUMERS, block_kv), jnp.int32),
         "delta_smem": plgpu.SMEM((_CONSUMERS, ROWS), f32),
         "q_full": plgpu.Barrier(num_arrivals=5 if segment_ids else 4, num_barriers=_CONSUMERS),
-        "k_full": plgpu.Barrier(num_arrivals=2 if segment_ids else 1, num_barriers=stages),
+        "full": plgpu.Barrier(num_arrivals=3 if segment_ids else 2, num_barriers=stages),
         "k_empty": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
-        "v_full": plgpu.Barrier(num_barriers=stages),
         "v_empty": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
     }
     if segment_ids:
@@ -151,4 +156,5 @@ def query_gradient(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
+        kernel_name="flash_attention_backward_dq",
     )(q, d_out, k, v, lse, delta, *segment_ids)

@@ -16,6 +16,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 LOG2E = math.log2(math.e)
 ACC: Any = plgpu.WGMMAAccumulatorRef  # whose instances stand for arrays, which no type says
 run_state: Any = pl.run_state
+_COLUMNS: Any = plgpu.Layout.WGMMA.reduce(0)
 UNSEEN = -1e30
 """Running maximum of a row that has seen nothing: finite, so that its difference with itself is 0."""
 
@@ -24,14 +25,15 @@ UNSEEN = -1e30
 class Visibility:
     """Which keys a query sees: query t is at position t + S - T among the S keys.
 
-    With `segments` every block needs a mask, since every element has to be compared.
+    With `mask_all` every block counts as one that needs a mask: where segment ids have to be compared, or where a loop
+    more, and the order that puts the masked blocks first, would take registers that are not there.
     """
 
     num_queries: int
     num_keys: int
     causal: bool
     sliding_window: int | None
-    segments: bool
+    mask_all: bool
 
     @property
     def offset(self) -> int:
@@ -72,24 +74,27 @@ class Visibility:
         """Rounds ranges of elements to ranges of blocks."""
         first = _floor(_clip(first, size - 1), block)
         end = jnp.maximum(_ceil(_clip(end, size), block), first + 1)
-        if self.segments:
+        if self.mask_all:
             return Blocks(first, end, end, end)
         first_whole = jnp.clip(_ceil(_clip(first_whole, whole_size), block), first, end)
         return Blocks(first, first_whole, jnp.clip(_floor(_clip(end_whole, whole_size), block), first_whole, end), end)
 
-    def visible(self, query: Any, key: Any, shape: tuple[int, ...], *, queries_first: bool = True) -> jax.Array | None:
+    def visible(
+        self, query: Any, key: Any, shape: tuple[int, ...], columns_smem: Any, *, queries_first: bool = True
+    ) -> jax.Array | None:
         """Returns which elements of a block of scores are visible, or None where all are, whatever the block.
 
         Args:
             query: first query of the block.
             key: first key of the block.
             shape: of the block, in the WGMMA layout.
+            columns_smem: what `number_columns` wrote, or None for numbers in registers.
             queries_first: rows are queries and columns keys, else the other way about.
         """
         ragged = queries_first and self.num_keys % shape[1] > 0
         if not (ragged or self.causal or self.sliding_window is not None):
             return None  # before any unused array is made, of which the compiler could not infer the layout
-        columns = plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=plgpu.Layout.WGMMA.reduce(0))
+        columns = _numbers(shape[1]) if columns_smem is None else plgpu.load(columns_smem, layout=_COLUMNS)
         columns = columns_like(columns, shape)
         terms = [columns < self.num_keys - key] if ragged else []
         if self.causal or self.sliding_window is not None:
@@ -113,7 +118,7 @@ class Visibility:
             visit: of key blocks or query blocks.
             block_kv: number of keys of a visited block; None for a visit of query blocks.
         """
-        if self.segments:
+        if self.mask_all:
             return [(0, visit.count, True)]
         ragged = block_kv is not None and self.num_keys % block_kv > 0
         if not (self.causal or self.sliding_window is not None or ragged):
@@ -152,10 +157,10 @@ class Blocks:
 
 def where_visible(
     visibility: Visibility, query: Any, key: Any, x: jax.Array, q_ids: jax.Array | None, k_ids: jax.Array | None,
-    hidden: float = 0.0, *, queries_first: bool = True,
+    hidden: float = 0.0, *, columns_smem: Any = None, queries_first: bool = True,
 ) -> jax.Array:  # fmt: skip
     """Returns x[rows, columns] with `hidden` where the query does not see the key."""
-    mask = visibility.visible(query, key, x.shape, queries_first=queries_first)
+    mask = visibility.visible(query, key, x.shape, columns_smem, queries_first=queries_first)
     if q_ids is not None and k_ids is not None:
         rows, columns = (q_ids, k_ids) if queries_first else (k_ids, q_ids)
         same = rows_like(rows, x.shape) == columns_like(columns, x.shape)
@@ -224,6 +229,19 @@ def full(shape: tuple[int, ...], value: float) -> jax.Array:
     """Returns an f32 constant in the layout of a wgmma accumulator, or of its row sums."""
     layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def number_columns(columns_smem: Any) -> None:
+    """Writes 0, 1, ... for `Visibility.visible`; each warpgroup needs its own.
+
+    As an iota they would be hoisted out of the loop, and a thread hold one in four of them all the time.
+    """
+    columns_smem[...] = _numbers(columns_smem.shape[0])
+    plgpu.commit_smem()
+
+
+def _numbers(count: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=_COLUMNS)
 
 
 def _clip(x: Any, limit: int) -> jax.Array:

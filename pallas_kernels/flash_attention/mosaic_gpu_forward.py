@@ -247,5 +247,6 @@ def flash_attention_mosaic_gpu(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
+        kernel_name="flash_attention_forward",
     )(q, k, v, *ids)
     return out[:, :T], lse[:, :, :T]

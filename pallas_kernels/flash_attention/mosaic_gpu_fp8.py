@@ -47,7 +47,8 @@ def flash_attention_mosaic_gpu_float8(
     Shared memory: 128 * H bytes of Q, 2 * block_kv * H a stage, 128 * block_kv of weights, up to 32 KiB of output:
     195 KiB at H = 128 (128 keys, 4 stages), 203 KiB at H = 256 (64 keys, 4 stages), 107 KiB at H = 64. The step's
     values are computed 128 columns at a time: a thread holds H/2 + 64 f32 of accumulators, or H/2 + block_kv/2 with
-    the scores, of 232 registers (H = 256 spills 20 bytes in the masked steps).
+    the scores, of 232 registers (H = 256 with a
+    window spills 16 bytes: scalars, outside the loops).
     Expected on H200 at H = 128, long and unmasked: 30-40 % of 1,979 TFLOP/s. The matmuls of a 64 x 128 block take 512
     cycles of the tensor core; its exp2 take 512 (16 a cycle and SM), with about as many of issue for the
     rest of the softmax and the update of the output. A warpgroup does one after the other, about 1,250 cycles a
@@ -70,7 +71,7 @@ def flash_attention_mosaic_gpu_float8(
 
     def kernel(
         q_gmem, k_gmem, v_gmem, q_scale_gmem, k_scale_gmem, v_scale_gmem, out_gmem, lse_gmem, *,
-        q_smem, k_smem, v_smem, p_smem, out_smem, lse_smem, q_full, k_full, k_empty, v_full, v_empty,
+        q_smem, k_smem, v_smem, p_smem, out_smem, lse_smem, columns_smem, q_full, k_full, k_empty, v_full, v_empty,
     ):  # fmt: skip
         batch, head, warpgroup = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("warpgroup")
         kv_head = lax.div(head, jnp.asarray(N // K, jnp.int32))
@@ -107,6 +108,7 @@ def flash_attention_mosaic_gpu_float8(
         @pl.when(warpgroup < _CONSUMERS)
         def _consume():
             plgpu.set_max_registers(232, action="increase")
+            blocks.number_columns(columns_smem.at[warpgroup])
             query = tile * _BLOCK_Q + warpgroup * ROWS
             rows = pl.ds(pl.multiple_of(query, ROWS), ROWS)
             q_tile, p_tile = q_smem.at[warpgroup], p_smem.at[warpgroup]
@@ -133,7 +135,9 @@ def flash_attention_mosaic_gpu_float8(
                 else:
                     s = jnp.tanh(s * (scores_scale / soft_cap)) * (soft_cap * blocks.LOG2E)
                 if masked:
-                    s = blocks.where_visible(visibility, query, key, s, None, None, -jnp.inf)
+                    s = blocks.where_visible(
+                        visibility, query, key, s, None, None, -jnp.inf, columns_smem=columns_smem.at[warpgroup]
+                    )
                 m_new = jnp.maximum(m, s.max(axis=1))
                 alpha = jnp.exp2(m - m_new)
                 p = jnp.exp2(s - blocks.rows_like(m_new - _WEIGHT_BITS, s.shape))
@@ -197,6 +201,7 @@ def flash_attention_mosaic_gpu_float8(
                 (_CONSUMERS, ROWS, width), jnp.bfloat16, transforms=blocks.tiled(width, jnp.bfloat16)
             ),
             "lse_smem": plgpu.SMEM((_CONSUMERS, ROWS), jnp.float32),
+            "columns_smem": plgpu.SMEM((_CONSUMERS, block_kv), jnp.int32),
             "q_full": plgpu.Barrier(num_barriers=_CONSUMERS),
             "k_full": plgpu.Barrier(num_barriers=stages),
             "k_empty": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
@@ -205,6 +210,7 @@ def flash_attention_mosaic_gpu_float8(
         },
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
+        kernel_name="flash_attention_forward_float8",
     )(q, k, v, q_scale, k_scale, v_scale)
     return out[:, :T], lse[:, :, :T]
 

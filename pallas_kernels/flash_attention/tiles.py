@@ -60,12 +60,15 @@ def forward_tiles(head_dim: int, itemsize: int = 2) -> ForwardTiles:
     return ForwardTiles(block_kv=128, stages=2 if head_dim * itemsize > 192 else 3)
 
 
-def backward_tiles(head_dim: int) -> BackwardTiles:
+def backward_tiles(head_dim: int, sliding_window: int | None = None, soft_cap: float | None = None) -> BackwardTiles:
     """Returns the tiles for `head_dim`.
 
     dk and dv: a thread holds H f32 of gradients (H/2 where the warpgroups share out the columns, at H = 256), block_q
-    of scores and their gradients, and block_q/2 of both in 16 bits: 128 + 64 + 32 at H = 128 and block_q = 64.
+    of scores and their gradients, and block_q/2 of both in 16 bits: 128 + 64 + 32 at H = 128 and block_q = 64. A soft
+    cap keeps the scores alive until the gradients come, and a window at H = 256 has more limits: 32 queries a step, as
+    64 would spill.
     dq: H/2 f32 of gradients, block_kv of scores and their gradients. At H = 256 that and the 128 KiB of Q and dO leave
     room for 32 keys a step only, at which wgmma waits for shared memory: 3 KiB an instruction of 16 cycles.
     """
-    return BackwardTiles(block_kv=32 if head_dim > 128 else 64, block_q=64)
+    short = (head_dim >= 128 and soft_cap is not None) or (head_dim > 128 and sliding_window is not None)
+    return BackwardTiles(block_kv=32 if head_dim > 128 else 64, block_q=32 if short else 64)

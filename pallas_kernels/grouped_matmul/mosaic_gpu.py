@@ -56,5 +56,6 @@ def grouped_matmul_mosaic_gpu(
     if num_rows % tiles.block_rows:
         x = jnp.pad(x, ((0, -num_rows % tiles.block_rows), (0, 0)))
     return grouped_rows(
-        x, weights, items, count, tiles=tiles, out_rows=num_rows, out_dtype=x.dtype, interpret=interpret
-    )[0]
+        x, weights, items, count, name="grouped_matmul", tiles=tiles, out_rows=num_rows, out_dtype=x.dtype,
+        interpret=interpret,
+    )[0]  # fmt: skip

@@ -22,6 +22,7 @@ def grouped_rows(
     items: Int[Array, "W 4"],
     count: Int[Array, " 1"],
     *,
+    name: str,
     tiles: TileConfig,
     out_rows: int,
     out_dtype: Any,
@@ -41,6 +42,7 @@ def grouped_rows(
         weights: one matrix [N, K] a group.
         items: work list of `make_items` with `tiles.block_rows`.
         count: how many items are real.
+        name: of the kernel, for profiles.
         tiles: sizes; `block_n` divides N and `block_k * splits` divides K.
         out_rows: rows of the output.
         out_dtype: type of the output.
@@ -243,4 +245,5 @@ def grouped_rows(
             plgpu.Barrier(num_arrivals=num_consumers, num_barriers=io_slots),
         ],
         interpret=interpret,
+        kernel_name=name,
     )(x, weights, items, count, *optional)

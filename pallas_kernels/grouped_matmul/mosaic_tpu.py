@@ -37,7 +37,9 @@ def grouped_matmul_mosaic_tpu(
     rows = power_of_two(-(-num_rows // weights.shape[0]), 16, 128)
     items, count = make_items(group_sizes, num_rows, rows)
     x = jnp.pad(x, ((0, -num_rows % rows), (0, 0)))
-    out = grouped_rows_tpu(x, weights, items, count, block_rows=rows, out_dtype=x.dtype, interpret=interpret)
+    out = grouped_rows_tpu(
+        x, weights, items, count, name="grouped_matmul", block_rows=rows, out_dtype=x.dtype, interpret=interpret
+    )
     return out[:num_rows]
 
 
@@ -47,6 +49,7 @@ def grouped_rows_tpu(
     items: Int[Array, "W 4"],
     count: Int[Array, " 1"],
     *,
+    name: str,
     block_rows: int,
     out_dtype: Any,
     base: Float[Array, "rows N"] | None = None,
@@ -131,5 +134,6 @@ def grouped_rows_tpu(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         out_shape=jax.ShapeDtypeStruct((x.shape[0], width), out_dtype),
         interpret=interpret,
+        name=name,
     )
     return call(kernel)(table, count, x, weights, *([base] if base is not None else []))

@@ -132,6 +132,7 @@ def write_kv_mosaic_gpu(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
+        kernel_name="kv_write",
     )(jnp.pad(slot_mapping.astype(jnp.int32), (0, 4)), tables, (k, refs[0]), (v, refs[1]))
     return tuple(
         jax.tree.unflatten(

@@ -151,4 +151,5 @@ def _merge(
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages],
         input_output_aliases={3 + len(pages) + i: i for i in range(len(pages))},
         interpret=interpret,
+        name="kv_write",
     )(starts, slots, num_runs, *rows, *pages)

@@ -61,8 +61,8 @@ def lora_matmul_mosaic_gpu(
     order = jnp.pad(order, (0, pad))
     items, count = make_items(sizes, num_tokens, tiles.shrink.block_rows)
     h = grouped_rows(
-        x[order], a, items, count, tiles=tiles.shrink, out_rows=num_tokens + pad, out_dtype=jnp.float32,
-        interpret=interpret,
+        x[order], a, items, count, name="lora_shrink", tiles=tiles.shrink, out_rows=num_tokens + pad,
+        out_dtype=jnp.float32, interpret=interpret,
     )  # fmt: skip
     h = jnp.sum(h, axis=0)  # rows of the padding are undefined, and stay in their rows
     if scales is not None:
@@ -70,6 +70,6 @@ def lora_matmul_mosaic_gpu(
         h = h * scales[jnp.minimum(adapters, num_adapters - 1)][:, None]
     items, count = make_items(sizes, num_tokens, tiles.expand.block_rows)
     return grouped_rows(
-        h.astype(x.dtype), b, items, count, tiles=tiles.expand, out_rows=num_tokens, out_dtype=x.dtype,
-        row_of=order, base=base, interpret=interpret,
+        h.astype(x.dtype), b, items, count, name="lora_expand", tiles=tiles.expand, out_rows=num_tokens,
+        out_dtype=x.dtype, row_of=order, base=base, interpret=interpret,
     )[0]  # fmt: skip

@@ -39,13 +39,16 @@ def lora_matmul_mosaic_tpu(
     order, adapters, sizes = sort_by_adapter(adapter_indices, num_adapters)
     padded = jnp.pad(order, (0, pad))
     items, count = make_items(sizes, num_tokens, rows)
-    h = grouped_rows_tpu(x[padded], a, items, count, block_rows=rows, out_dtype=jnp.float32, interpret=interpret)
+    h = grouped_rows_tpu(
+        x[padded], a, items, count, name="lora_shrink", block_rows=rows, out_dtype=jnp.float32, interpret=interpret
+    )
     if scales is not None:
         adapters = jnp.pad(adapters, (0, pad))
         h = h * scales[jnp.minimum(adapters, num_adapters - 1)][:, None]
     base = None if base is None else base[padded]
     out = grouped_rows_tpu(
-        h.astype(x.dtype), b, items, count, block_rows=rows, out_dtype=x.dtype, base=base, interpret=interpret
-    )
+        h.astype(x.dtype), b, items, count, name="lora_expand", block_rows=rows, out_dtype=x.dtype, base=base,
+        interpret=interpret,
+    )  # fmt: skip
     position = jnp.zeros_like(order).at[order].set(jnp.arange(num_tokens, dtype=jnp.int32), unique_indices=True)
     return out[position]

@@ -117,6 +117,7 @@ def _launch(
     targets: list[Any], source: jax.Array | None, destination: jax.Array | None, interpret: Any,
 ) -> None:  # fmt: skip
     in_place = sources[0] is targets[0]
+    name = "page_copy" if in_place else "page_gather" if destination is None else "page_scatter"
     indices = [x.astype(jnp.int32) for x in (source, destination) if x is not None]
 
     def body(ids, *refs, stages, ready):
@@ -154,4 +155,5 @@ def _launch(
         },
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
+        kernel_name=name,
     )(indices, *([] if in_place else sources), *targets)

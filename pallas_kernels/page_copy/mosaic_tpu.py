@@ -121,4 +121,5 @@ def _move(
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in targets],
         input_output_aliases={first + i: i for i in range(len(targets))},
         interpret=interpret,
+        name="page_copy" if sources is None else "page_gather" if destination is None else "page_scatter",
     )(*indices, *inputs)

@@ -60,12 +60,13 @@ def ragged_paged_attention_mosaic_gpu(
 
     t = dataclasses.replace(tiles or decode_tiles(K, H, page_size), warpgroups=1)
     work = decode_work(kv_lens, cu_q_lens, num_decode_rows, t.block_k, t.num_items, sliding_window)
-    launches = [_launch(t, work, q, k_pages, v_pages, page_indices, None, **options)]
+    launches = [_launch("ragged_paged_attention_decode", t, work, q, k_pages, v_pages, page_indices, None, **options)]
     if num_decode_rows is not None:
         t = tiles or prefill_tiles(K, H, page_size, quantized, tree_mask is not None)
         per_job = t.warpgroups * (BLOCK_Q // (N // K))
         work = prefill_work(T, per_job, kv_lens, cu_q_lens, num_decode_rows, t.block_k, t.num_items, sliding_window)
-        launches.append(_launch(t, work, q, k_pages, v_pages, page_indices, tree_mask, **options))
+        name = "ragged_paged_attention_prefill"
+        launches.append(_launch(name, t, work, q, k_pages, v_pages, page_indices, tree_mask, **options))
     out, lse = jnp.zeros(q.shape, jnp.float32), jnp.full((T, N), -jnp.inf)
     for has, new_out, new_lse in launches:  # every token is in at most one of them
         out = jnp.where(has[:, None, None], new_out, out)
@@ -95,7 +96,7 @@ def _check_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, group: int) -
 
 
 def _launch(
-    tiles: TileConfig, work: Work, q: jax.Array, k_pages: Pages, v_pages: Pages, page_indices: jax.Array,
+    name: str, tiles: TileConfig, work: Work, q: jax.Array, k_pages: Pages, v_pages: Pages, page_indices: jax.Array,
     tree_mask: jax.Array | None, *, scale: float, sliding_window: int | None, soft_cap: float | None, interpret: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Returns for each token whether it has a job here, its output f32[T, N, H] and log-sum-exp f32[T, N]."""
@@ -127,7 +128,7 @@ def _launch(
         tiles, G, per_group, rows, H, q.dtype, scale, sliding_window, soft_cap, 0 if tree is None else len(tree)
     )
     q_tiles = tiled(q.reshape(T, K, G, H))
-    out, lse = run_kernel(config, work.items, q_tiles, k_pages, v_pages, page_indices, tree, interpret)
+    out, lse = run_kernel(config, work.items, q_tiles, k_pages, v_pages, page_indices, tree, interpret, name)
     out, lse = combine(work, out, lse[..., :rows])
     out, lse = untiled(out), untiled(lse[..., None])[..., 0]
     job, place, has = token_places(work, T)

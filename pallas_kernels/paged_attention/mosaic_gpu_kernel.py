@@ -65,7 +65,7 @@ class _Scratch(NamedTuple):
 
 def run_kernel(
     config: KernelConfig, items: jax.Array, q: jax.Array, k_pages: Pages, v_pages: Pages, page_indices: jax.Array,
-    tree: jax.Array | None, interpret: Any,
+    tree: jax.Array | None, interpret: Any, name: str,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Returns the normalised output [W, K, warpgroups, rows, H] of all items and f32[W, K, warpgroups, BLOCK_Q].
 
@@ -94,7 +94,7 @@ def run_kernel(
             jax.ShapeDtypeStruct((W, K, groups, BLOCK_Q), jnp.float32),
         ),
         scratch_types=(scratch,), grid=(W, K), grid_names=("item", "head"), num_threads=groups + 1, thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret, kernel_name=name,
     )(items, q, parts(k_pages), parts(v_pages), page_indices, tree)  # fmt: skip
 
 

@@ -141,5 +141,6 @@ def _matmul(x: jax.Array, weight: QuantizedWeight, out_dtype: Any, interpret: An
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
+        kernel_name=f"quantized_matmul_w{weight.bits}a16",
     )(*operands.values())
     return finish(written, rows, transposed, out_dtype)

@@ -86,6 +86,7 @@ def quantized_matmul_w8a8(
         },
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
+        kernel_name="quantized_matmul_float8" if float8 else "quantized_matmul_int8",
     )(x, weight.data, x_scale, weight.scale[:, 0])
     return finish(written, rows, transposed, out_dtype)
 

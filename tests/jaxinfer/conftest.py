@@ -1,10 +1,15 @@
+import functools
+
 import pytest
 
+from jaxinfer.engine import runner
+from jaxinfer.engine.step import jit_step
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load
 from tests.naive import NaiveLoop
 
 MAX_LEN = 96
+runner.jit_step = functools.cache(jit_step)  # engines of one model share a step of one shape: it compiles once
 
 
 @pytest.fixture(scope="session")
@@ -20,5 +25,5 @@ def naive(model):
 
 @pytest.fixture(scope="session")
 def llm(model):
-    """One engine for all tests of the interfaces: each step shape is compiled once."""
+    """One engine for all tests of the interfaces."""
     return LLM(model, compile_cache=False, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=MAX_LEN)

@@ -1,6 +1,7 @@
 """Cases of ragged paged attention and their float64 answers, for every implementation; unused slots hold NaN."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +20,36 @@ ROWS = {  # (q_len, kv_len) of each row, and how many leading rows are decode ro
     "mixed": ([(1, 31), (1, 2), (9, 30), (64, 64), (3, 270)], 2),
     "empty_rows": ([(1, 8), (0, 0), (5, 9), (0, 0)], 1),
 }
-FORMATS = {  # keyword arguments of `quantize` for keys and for values; None leaves the dtype of the case
-    "int8": ({}, {}),
-    "float8": ({"float8": True}, {"float8": True}),
-    "int4": ({"bits": 4}, {"bits": 4}),
-    "kivi2": ({"bits": 2, "axis": "channel"}, {"bits": 2}),
-    "int8_keys_only": ({}, None),
-    "kivi4_values_int8": ({"bits": 4, "axis": "channel"}, {}),
+QUANTIZED = {  # keyword arguments of `quantize`
+    "int8": {},
+    "float8": {"float8": True},
+    "int4": {"bits": 4},
+    "int2": {"bits": 2},
+    "channel4": {"bits": 4, "axis": "channel"},
+    "channel2": {"bits": 2, "axis": "channel"},
+    None: None,  # the dtype of the case
+}
+FORMATS = {  # of keys and of values
+    "int8": ("int8", "int8"),
+    "float8": ("float8", "float8"),
+    "int4": ("int4", "int4"),
+    "kivi2": ("channel2", "int2"),
+    "int8_keys_only": ("int8", None),
+    "kivi4_values_int8": ("channel4", "int8"),
+}
+PAIRS = {  # every format once
+    "kivi2_int4": ("channel2", "int4"),
+    "int8_float8": ("int8", "float8"),
 }
 
 
 def make_case(
     rows, num_heads=4, num_kv_heads=2, page_size=16, dtype=jnp.float32, *, shape, head_dim=16, seed=0, formats=None
 ):
-    """q, pages and row arrays; rows are filled up with empty ones, tokens with NaN, unused slots hold NaN."""
+    """q, pages and row arrays; rows are filled up with empty ones, tokens with NaN, unused slots hold NaN.
+
+    `formats` is a name in FORMATS or PAIRS, or two in QUANTIZED.
+    """
     rng = np.random.default_rng(seed)
     T, S, M = shape
     num_pages = 1 + S * M
@@ -50,17 +67,25 @@ def make_case(
     cu_q_lens = np.cumsum([0] + [q_len for q_len, _ in rows]).astype(np.int32)
     q[cu_q_lens[-1] :] = np.nan
     pages = [
-        jnp.asarray(x, dtype) if how is None else _quantized(x, how)
-        for x, how in zip((k_pages, v_pages), FORMATS[formats] if formats else (None, None), strict=True)
+        jnp.asarray(x, dtype) if how is None else _quantized(x, QUANTIZED[how])
+        for x, how in zip((k_pages, v_pages), (FORMATS | PAIRS).get(formats, formats) or (None, None), strict=True)
     ]
     return jnp.asarray(q, dtype), *pages, page_indices, np.array([kv_len for _, kv_len in rows], np.int32), cu_q_lens
+
+
+_dequantize = jax.jit(dequantize)
 
 
 def _quantized(values, how):
     """Quantized pages in which what was never written is NaN: by data, scale and zero, as far as these can be."""
     unused = np.isnan(values).any(axis=-1)
-    pages = quantize(jnp.asarray(np.nan_to_num(values), jnp.float32), **how)
-    poison = unused if pages.axis == "token" else np.repeat(unused.all(axis=-1)[..., None], values.shape[-1], axis=-1)
+    return _quantize_with_poison(np.nan_to_num(values).astype(np.float32), unused, **how)
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "axis", "float8"))
+def _quantize_with_poison(values, unused, **how):
+    pages = quantize(values, **how)
+    poison = unused if pages.axis == "token" else jnp.repeat(unused.all(axis=-1)[..., None], values.shape[-1], axis=-1)
     parts = {name: getattr(pages, name) for name in ("scale", "zero")}
     parts = {name: None if x is None else jnp.where(poison, jnp.nan, x) for name, x in parts.items()}
     data = pages.data
@@ -86,7 +111,7 @@ def expected(
     tree_mask=None,
 ):  # fmt: skip
     """The output and the log-sum-exp, by loops in float64."""
-    k_pages, v_pages = (dequantize(x) if isinstance(x, QuantizedPages) else x for x in (k_pages, v_pages))
+    k_pages, v_pages = (_dequantize(x) if isinstance(x, QuantizedPages) else x for x in (k_pages, v_pages))
     q, k_pages, v_pages = (np.asarray(x, np.float64) for x in (q, k_pages, v_pages))
     out, lse = np.zeros_like(q), np.full(q.shape[:2], -np.inf)
     group = q.shape[1] // k_pages.shape[0]

@@ -10,7 +10,7 @@ from tests.pallas_kernels.targets import lower, targeting
 
 TARGETS = {"mosaic_gpu": "h200", "mosaic_tpu": "v5e"}
 KERNELS = {"mosaic_gpu": "mosaic_gpu", "mosaic_tpu": "tpu_custom_call"}  # what the lowered program calls
-CASES = [  # the first two of an operation by default, all of them in CI
+CASES = [  # the first two of an operation by default, every third of the others in CI; kernel_table.py compiles all
     pytest.param(
         operation,
         spec,
@@ -20,6 +20,7 @@ CASES = [  # the first two of an operation by default, all of them in CI
     )
     for operation in registry.operations()
     for i, spec in enumerate(registry.specs(operation))
+    if i < 2 or i % 3 == 1
     for implementation in TARGETS
     if implementation in registry.implementations(operation)
 ]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 from pallas_kernels.paged_attention import make_schedule, ragged_paged_attention
 from pallas_kernels.pages import quantize
-from tests.pallas_kernels.paged_cases import FORMATS, ROWS, check, expected, make_case, tree_of
+from tests.pallas_kernels.paged_cases import FORMATS, PAIRS, ROWS, check, expected, make_case, tree_of
 
 IMPLEMENTATIONS = ("cpu", "xla", "reference")
 T, S, M = 440, 20, 22  # all of ROWS fit: one compilation serves them
@@ -34,9 +35,12 @@ def case_and_answer(name, window):
 
 
 @pytest.mark.parametrize(
-    "window", [None, 8, pytest.param(1, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.slow)]
+    ("implementation", "window"),
+    [
+        *itertools.product(IMPLEMENTATIONS, (None, 8)),
+        *(pytest.param("xla", window, marks=pytest.mark.slow) for window in (1, 1000)),
+    ],
 )
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ROWS)
 def test_matches_float64(name, implementation, window):
     case, wanted = case_and_answer(name, window)
@@ -49,7 +53,7 @@ def test_number_of_decode_rows_changes_nothing(num_decode_rows):
     check_with(case, wanted, num_decode_rows, implementation="xla", sliding_window=None)
 
 
-@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("window", [8, pytest.param(None, marks=pytest.mark.slow)])
 def test_all_rows_are_decode_rows(window):
     rows = [(1, 3 + 7 * i) for i in range(19)]
     rows[4] = (1, 352)
@@ -69,8 +73,8 @@ def test_a_schedule_may_be_given():
     [
         ([(1, 1)], 1, 4, 2, 16, (1, 1, 1)),  # nothing is padding
         ([(1, 31), (1, 2), (9, 30), (3, 70)], 2, 3, 3, 1, (17, 4, 300)),
-        ([(1, 300), (1, 2), (140, 301)], 2, 6, 1, 64, (142, 5, 5)),
-        ([(1, 700), (9, 30), (3, 520)], 1, 9, 3, 512, (16, 3, 2)),
+        pytest.param([(1, 300), (1, 2), (140, 301)], 2, 6, 1, 64, (142, 5, 5), marks=pytest.mark.slow),
+        pytest.param([(1, 700), (9, 30), (3, 520)], 1, 9, 3, 512, (16, 3, 2), marks=pytest.mark.slow),
     ],
 )
 def test_heads_page_sizes_and_shapes(rows, num_decode_rows, num_heads, num_kv_heads, page_size, shape):
@@ -85,9 +89,12 @@ def test_bfloat16(implementation):
     check_with(case, expected(*case), num_decode_rows, 1e-2, implementation=implementation)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize(
-    "formats", [name if name in ("int4", "kivi2") else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
+    ("formats", "implementation"),
+    [
+        *itertools.product(PAIRS, ["xla", "reference"]),  # cpu reads none
+        *(pytest.param(name, "xla", marks=pytest.mark.slow) for name in FORMATS),
+    ],
 )
 def test_quantized_pages(formats, implementation):
     rows, num_decode_rows = ROWS["mixed"]
@@ -96,14 +103,21 @@ def test_quantized_pages(formats, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("window", [None, 8])
-def test_soft_cap(window, implementation):
+def test_soft_cap_window_and_sinks(implementation):
     case = case_of(ROWS["mixed"][0])
-    options = {"soft_cap": 0.7}
-    wanted = expected(*case, window, **options)
-    check_with(case, wanted, 2, sliding_window=window, implementation=implementation, **options)
+    options = {"soft_cap": 0.7, "sinks": np.array([-3.0, 0.0, 1.0, 20.0], np.float32)}
+    wanted = expected(*case, 8, **options)
+    check_with(case, wanted, 2, sliding_window=8, implementation=implementation, **options)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_soft_cap(implementation):
+    case = case_of(ROWS["mixed"][0])
+    check_with(case, expected(*case, soft_cap=0.7), 2, soft_cap=0.7, implementation=implementation)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_sinks(implementation):
     case = case_of(ROWS["mixed"][0])
@@ -112,7 +126,7 @@ def test_sinks(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("words", [1, 3])
+@pytest.mark.parametrize("words", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_trees(words, implementation):
     """A decode row, a plain chunk, and trees of 5 and 32 * words tokens in one batch."""
     rows = [(1, 31), (9, 30), (5, 70), (32 * words, 32 * words + 40)]

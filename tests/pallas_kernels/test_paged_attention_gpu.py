@@ -1,5 +1,6 @@
 """The Hopper kernel of ragged paged attention in the interpreter, against float64; unused slots hold NaN."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,144 +15,100 @@ from pallas_kernels.paged_attention.mosaic_gpu_pages import PageRing
 from pallas_kernels.paged_attention.tiles import TileConfig
 from pallas_kernels.paged_attention.work import decode_work, prefill_work, token_places
 from tests.pallas_kernels.gpu_interpreter import interpreted
-from tests.pallas_kernels.paged_cases import FORMATS, check, expected, make_case, tree_of
+from tests.pallas_kernels.paged_cases import check, expected, make_case, tree_of
 from tests.pallas_kernels.targets import lower, targeting
 
 ONE, TWO = (TileConfig(64, 2, warpgroups, num_items=2) for warpgroups in (1, 2))
-MIXED = [(1, 130), (1, 64), (9, 30), (0, 0), (3, 68)]  # two decode rows
+MIXED = ((1, 130), (1, 64), (9, 30), (0, 0), (3, 68))  # two decode rows
+EDGES = tuple((1, n) for n in (1, 63, 64, 65, 300, 400))  # two of them are split over several items and joined
+TREES = ((1, 70), (9, 30), (5, 66), (40, 64))  # the last two are trees
 
 
-def case_of(rows, num_heads=2, num_kv_heads=1, dtype=jnp.bfloat16, head_dim=64, **options):
-    return make_case(rows, num_heads, num_kv_heads, dtype=dtype, head_dim=head_dim, **options)
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`formats` of keys and values as in `QUANTIZED`, `num_decode_rows` None where all rows are decode rows."""
+
+    formats: tuple[str | None, str | None]
+    head_dim: int
+    page_size: int
+    heads: tuple[int, int] = (2, 1)
+    tiles: TileConfig = ONE
+    rows: tuple[tuple[int, int], ...] = MIXED
+    num_decode_rows: int | None = 2
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    negative: bool = False  # the scale
+    dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        tiles = "one" if self.tiles == ONE else "two"
+        return f"{self.formats[0]}-{self.formats[1]}-{self.head_dim}-page{self.page_size}-{tiles}"
 
 
-def check_kernel(case, wanted, num_decode_rows, tiles=ONE, detect_races=False, **options):
-    scale = case[0].shape[-1] ** -0.5
-    options = {"scale": scale, "sliding_window": None, "soft_cap": None, "tree_mask": None} | options
+def check_case(case: Case, detect_races: bool = True) -> None:
+    """Runs twice: near the float64 answer, bit-equal, and free of races."""
+    rows, page_size = list(case.rows), case.page_size
+    tokens = sum(q_len for q_len, _ in rows)
+    padding = 0 if case.num_decode_rows is None else 2  # then there is a token a row
+    shape = (tokens + padding, len(rows), -(-max(kv_len for _, kv_len in rows) // page_size))
+    arrays = make_case(
+        rows, *case.heads, page_size, jnp.dtype(case.dtype), shape=shape, head_dim=case.head_dim, formats=case.formats
+    )
+    options = {"sliding_window": case.sliding_window, "soft_cap": case.soft_cap, "tree_mask": None}
+    if case.rows == TREES:
+        mask = np.zeros((shape[0], 2), np.uint32)
+        mask[10:15], mask[15:55] = tree_of(5, 2), tree_of(40, 2, seed=1)
+        options["tree_mask"] = mask
+    wanted = expected(*arrays, **options)
+    if case.negative:
+        arrays = (-arrays[0], *arrays[1:])
+    scale = case.head_dim**-0.5 * (-1 if case.negative else 1)
     with interpreted(detect_races) as interpret:
         kernel = functools.partial(
-            ragged_paged_attention_mosaic_gpu, schedule=None, with_lse=True,
-            tiles=tiles, interpret=interpret, **options,
+            ragged_paged_attention_mosaic_gpu, schedule=None, with_lse=True, scale=scale, tiles=case.tiles,
+            interpret=interpret, **options,
         )  # fmt: skip
-        run = jax.jit(kernel if num_decode_rows is not None else lambda *a: kernel(*a[:6], None))
-        check(run, case, wanted, num_decode_rows, 1e-2)
+        run = jax.jit(kernel if case.num_decode_rows is not None else lambda *a: kernel(*a[:6], None))
+        check(run, arrays, wanted, case.num_decode_rows, 1e-2)
 
 
-def test_splits_and_lengths_at_block_edges():
-    """Rows of one token; two of them are split over several items and joined."""
-    case = case_of([(1, n) for n in (1, 63, 64, 65, 300, 400)], shape=(6, 6, 25))
-    check_kernel(case, expected(*case), None)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((None, None), 80, 16, (3, 1), TWO, sliding_window=20, soft_cap=0.7),
+        Case(("channel2", "int4"), 64, 128, (4, 2), rows=TREES, num_decode_rows=1),
+        Case(("float8", "int8"), 128, 16, rows=EDGES, num_decode_rows=None),
+    ],
+    ids=str,
+)
+def test_agrees_and_repeats_without_races(case):
+    check_case(case)
 
 
-@pytest.mark.parametrize("tiles", [pytest.param(ONE, marks=pytest.mark.slow), TWO], ids=["one", "two"])
-def test_mixed_rows(tiles):
-    case = case_of(MIXED, shape=(16, 5, 9))
-    check_kernel(case, expected(*case), 2, tiles)
+# Every head dim with every format it can have; every page size, group, window, tile and option with some of them.
+FEW = {"rows": ((1, 130), (3, 68)), "num_decode_rows": 1}
+PAIRWISE = [
+    Case((None, None), 64, 8, tiles=TWO, rows=((70, 100),), num_decode_rows=0),  # a prompt of several tiles
+    Case(("int4", "int2"), 64, 64, (3, 1), soft_cap=0.7, **FEW),
+    Case(("float8", "int8"), 64, 16, (3, 1), negative=True, dtype="float16", **FEW),
+    Case(("int8", "float8"), 80, 32, (1, 1), sliding_window=1),
+    Case((None, None), 96, 8, (4, 2), TWO, rows=TREES, num_decode_rows=1),
+    Case(("float8", "int8"), 96, 256, (12, 1), sliding_window=64, **FEW),
+    Case(("int4", None), 96, 16, **FEW),
+    Case((None, None), 128, 64, (4, 2)),
+    Case(("channel4", "int8"), 128, 64, sliding_window=1000, **FEW),
+    Case(("float8", "int4"), 128, 128, (3, 1), **FEW),
+    Case(("channel2", "int2"), 128, 64, **FEW),
+    Case((None, None), 256, 32, tiles=TWO, dtype="float16", **FEW),
+    Case(("int8", "int4"), 256, 16, rows=EDGES, num_decode_rows=None),
+    Case(("channel2", "float8"), 256, 64, soft_cap=0.7, **FEW),
+]
 
 
 @pytest.mark.slow
-def test_a_prompt_of_several_tiles():
-    case = case_of([(70, 100)], shape=(72, 1, 8))
-    check_kernel(case, expected(*case), 0, TWO)
-
-
-@pytest.mark.parametrize(
-    "window",
-    [
-        pytest.param(1, marks=pytest.mark.slow),
-        20,
-        pytest.param(64, marks=pytest.mark.slow),
-        pytest.param(1000, marks=pytest.mark.slow),
-    ],
-)
-def test_sliding_window(window):
-    case = case_of(MIXED, shape=(16, 5, 9))
-    check_kernel(case, expected(*case, window), 2, sliding_window=window)
-
-
-@pytest.mark.slow
-def test_soft_cap():
-    case = case_of(MIXED, shape=(16, 5, 9))
-    check_kernel(case, expected(*case, soft_cap=0.7), 2, soft_cap=0.7)
-
-
-def test_trees():
-    rows = [(1, 70), (9, 30), (5, 66), (40, 64)]
-    mask = np.zeros((56, 2), np.uint32)
-    mask[10:15], mask[15:55] = tree_of(5, 2), tree_of(40, 2, seed=1)
-    case = case_of(rows, shape=(56, 4, 5))
-    check_kernel(case, expected(*case, tree_mask=mask), 1, tree_mask=jnp.asarray(mask))
-
-
-@pytest.mark.parametrize(
-    "head_dim",
-    [
-        80,
-        pytest.param(96, marks=pytest.mark.slow),
-        pytest.param(128, marks=pytest.mark.slow),
-        pytest.param(256, marks=pytest.mark.slow),
-    ],
-)
-def test_head_dims(head_dim):
-    case = case_of([(1, 70), (3, 5)], head_dim=head_dim, shape=(4, 2, 5))
-    check_kernel(case, expected(*case), 1)
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads"),
-    [
-        pytest.param(1, 1, marks=pytest.mark.slow),
-        (3, 1),
-        pytest.param(12, 1, marks=pytest.mark.slow),
-        pytest.param(4, 2, marks=pytest.mark.slow),
-    ],
-)
-def test_groups(heads, kv_heads):
-    case = case_of([(1, 70), (7, 9)], heads, kv_heads, shape=(8, 2, 5))
-    check_kernel(case, expected(*case), 1)
-
-
-@pytest.mark.parametrize(
-    "page_size",
-    [
-        pytest.param(8, marks=pytest.mark.slow),
-        pytest.param(32, marks=pytest.mark.slow),
-        pytest.param(64, marks=pytest.mark.slow),
-        128,
-        pytest.param(256, marks=pytest.mark.slow),
-    ],
-)
-def test_page_sizes(page_size):
-    case = case_of([(1, 300), (3, 129)], page_size=page_size, shape=(4, 2, -(-300 // page_size)))
-    check_kernel(case, expected(*case), 1)
-
-
-@pytest.mark.parametrize(
-    "formats", [name if name == "kivi2" else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
-)
-def test_quantized_pages(formats):
-    case = case_of([(1, 130), (3, 68)], head_dim=128, page_size=64, shape=(4, 2, 3), formats=formats)
-    check_kernel(case, expected(*case), 1)
-
-
-@pytest.mark.slow
-def test_a_negative_scale():
-    case = case_of([(1, 130), (3, 68)], shape=(4, 2, 9))
-    check_kernel((-32 * case[0], *case[1:]), expected(32 * case[0], *case[1:]), 1, scale=-0.125)
-
-
-@pytest.mark.slow
-def test_float16():
-    case = case_of([(1, 70), (3, 5)], dtype=jnp.float16, shape=(4, 2, 5))
-    check_kernel(case, expected(*case), 1)
-
-
-@pytest.mark.parametrize(
-    ("tiles", "formats"), [pytest.param(ONE, None, marks=pytest.mark.slow), (TWO, None), (ONE, "kivi4_values_int8")]
-)
-def test_no_races(tiles, formats):
-    case = case_of([(1, 200), (3, 130)], page_size=64, head_dim=128, formats=formats, shape=(4, 2, 4))
-    check_kernel(case, expected(*case), 1, tiles, detect_races=True)
+@pytest.mark.parametrize("case", PAIRWISE, ids=str)
+def test_agrees_in_every_pair_of_options(case):
+    check_case(case)
 
 
 def test_the_race_detector_sees_a_missing_barrier(monkeypatch):
@@ -162,9 +119,8 @@ def test_the_race_detector_sees_a_missing_barrier(monkeypatch):
         return memory.block
 
     monkeypatch.setattr(PageRing, "take", take_without_waiting)
-    case = case_of([(1, 64)], page_size=64, head_dim=128, formats="int8", shape=(1, 1, 1))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"[Rr]ace"):
-        check_kernel(case, expected(*case), None, detect_races=True)
+        check_case(Case(("int8", "int8"), 128, 64, rows=((1, 64),), num_decode_rows=None))
 
 
 def arguments(pages, head_dim, heads=(32, 8), tokens=64, dtype=jnp.bfloat16):
@@ -174,7 +130,9 @@ def arguments(pages, head_dim, heads=(32, 8), tokens=64, dtype=jnp.bfloat16):
     return q, pages, pages, indices, lens, cu
 
 
-@pytest.mark.parametrize("formats", [None, "int8", "kivi2"])
+@pytest.mark.parametrize(
+    "formats", [pytest.param(None, marks=pytest.mark.slow), pytest.param("int8", marks=pytest.mark.slow), "kivi2"]
+)
 def test_lowers_for_h200(formats):
     case = jax.eval_shape(
         lambda: tuple(make_case([(1, 1)], 8, 2, 64, jnp.bfloat16, shape=(64, 16, 2), head_dim=128, formats=formats)[:3])
@@ -204,11 +162,20 @@ def test_is_the_choice_on_hopper_alone():
     ],
 )
 def test_declines(change, reason):
-    case = case_of([(1, 4)], shape=(1, 1, 1), **change)
+    case = make_case([(1, 4)], 2, 1, shape=(1, 1, 1), **{"dtype": jnp.bfloat16, "head_dim": 64} | change)
     with targeting("h200"), pytest.raises(NotImplementedError, match=reason):
         ragged_paged_attention(*case, None, scale=1.0, implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match=r"mosaic_gpu needs a Hopper GPU.*this is cpu"):
         ragged_paged_attention(*case, None, scale=1.0, implementation="mosaic_gpu")
+
+
+@functools.partial(jax.jit, static_argnums=range(5))
+def works_and_places(num_tokens, block_k, num_items, per_job, window, kv_lens, cu, count):
+    works = (
+        decode_work(kv_lens, cu, count, block_k, num_items, window),
+        prefill_work(num_tokens, per_job, kv_lens, cu, count, block_k, num_items, window),
+    )
+    return works, [token_places(work, num_tokens) for work in works]
 
 
 @pytest.mark.parametrize("seed", range(9))
@@ -224,14 +191,9 @@ def test_every_key_is_in_exactly_one_item(seed):
     cu = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
     window = (None, 1, 300)[seed % 3]
     seen = np.zeros(100, int)
-    count = np.int32(num_decode)
-    works = jax.jit(
-        lambda kv_lens, cu, count: (
-            decode_work(kv_lens, cu, count, block_k, num_items, window),
-            prefill_work(len(seen), per_job, kv_lens, cu, count, block_k, num_items, window),
-        )
-    )(kv_lens, cu, count)
-    for work in jax.tree.map(np.asarray, works):
+    found = works_and_places(len(seen), block_k, num_items, per_job, window, kv_lens, cu, np.int32(num_decode))
+    works, places = jax.tree.map(np.asarray, found)
+    for work, (_, _, has) in zip(works, places, strict=True):
         assert work.counts.sum() <= len(work.items)
         for job, length in enumerate(work.lengths):
             if not length:
@@ -245,5 +207,5 @@ def test_every_key_is_in_exactly_one_item(seed):
             assert blocks == list(range(low, last // block_k + 1))
             position = kv_lens[row] - q_lens[row] + work.tokens[job, 0] - cu[row]
             assert (first, last) == (position, position + length - 1)
-        seen += np.asarray(jax.jit(token_places, static_argnums=1)(work, len(seen))[2])
+        seen += has
     np.testing.assert_array_equal(seen, np.arange(len(seen)) < cu[-1])

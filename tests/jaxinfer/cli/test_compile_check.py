@@ -37,7 +37,7 @@ def call(*arguments):
 
 @pytest.mark.parametrize(("target", "kernel_platform"), [("h200", "gpu"), ("v5e", "tpu")])
 def test_lower_only_needs_no_plugin(target, kernel_platform):
-    found = json.loads(call("--target", target, "-m", TINY, "--lower-only", "--json", *SMALL).output)
+    found = json.loads(call("--target", target, "-m", TINY, "--layers", 1, "--lower-only", "--json", *SMALL).output)
     assert set(found["steps"]) == {"decode", "prefill"}
     assert (found["steps"]["decode"]["num_tokens"], found["steps"]["prefill"]["num_tokens"]) == (4, 16)
     assert found["num_pages"] == 17
@@ -54,7 +54,9 @@ def test_lower_only_on_a_mesh_says_what_it_is():
 
 
 @pytest.mark.skipif(has_plugin("gpu") or has_plugin("tpu"), reason="this Python has a compiler plugin")
-@pytest.mark.parametrize(("target", "command"), [("h200", "jax-cuda13-plugin=="), ("v5e", "jax[tpu]==")])
+@pytest.mark.parametrize(
+    ("target", "command"), [("h200", "jax-cuda13-plugin=="), pytest.param("v5e", "jax[tpu]==", marks=pytest.mark.slow)]
+)
 def test_without_a_plugin_the_way_to_get_it_is_told(target, command):
     with pytest.raises(ValueError, match="this Python has no compiler for") as error:
         call("--target", target, "-m", TINY, *SMALL)

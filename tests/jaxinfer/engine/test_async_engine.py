@@ -91,5 +91,6 @@ def test_a_failing_step_reaches_every_caller(model, monkeypatch):
         results = await asyncio.gather(*(text_of(served, "hello") for _ in range(3)), return_exceptions=True)
         assert all(isinstance(result, RuntimeError) for result in results)
         assert any(isinstance(result.__cause__, ZeroDivisionError) for result in results)
+        await asyncio.to_thread(served.stop)  # the thread has ended before its excepthook is put back
 
     asyncio.run(main())

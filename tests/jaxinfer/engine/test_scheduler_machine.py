@@ -255,4 +255,4 @@ def test_any_sequence_of_events():
 
 @pytest.mark.slow
 def test_many_more_examples():
-    run_state_machine_as_test(SchedulerMachine, settings=settings(max_examples=500))
+    run_state_machine_as_test(SchedulerMachine, settings=settings(max_examples=150))

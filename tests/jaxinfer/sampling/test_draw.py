@@ -5,6 +5,8 @@ import numpy as np
 from jaxinfer.sampling.draw import _high_product, draw, random_words
 from jaxinfer.sampling.rows import seed_words
 
+jitted_draw = jax.jit(draw, static_argnums=2)
+
 
 def everything(y):
     return y > -jnp.inf
@@ -25,7 +27,7 @@ def test_draw_inverts_the_cumulative_mass(rng):
         words = rng.integers(0, 2**32, 6, dtype=np.uint64)
         words[:2] = [0, 2**32 - 1]
         y = jnp.zeros(masses.shape, jnp.float32)
-        got = np.asarray(draw(jnp.asarray(masses), y, everything, jnp.asarray(words, jnp.uint32)))
+        got = np.asarray(jitted_draw(jnp.asarray(masses), y, everything, jnp.asarray(words, jnp.uint32)))
         for row, word, token in zip(masses.astype(np.uint64), words, got, strict=True):
             rest = (word * row.sum()) >> np.uint64(32)
             assert token == np.searchsorted(np.cumsum(row), rest, side="right")
@@ -35,7 +37,7 @@ def test_dropped_tokens_are_never_drawn():
     masses = jnp.full((64, 600), 1000, jnp.uint32)
     y = jnp.tile(jnp.where(jnp.arange(600) % 100 == 7, 0.0, -jnp.inf)[None], (64, 1))
     words = jnp.arange(64, dtype=jnp.uint32) * np.uint32(2**26)
-    got = np.asarray(draw(masses, y, everything, words))
+    got = np.asarray(jitted_draw(masses, y, everything, words))
     assert set(got.tolist()) == {7, 107, 207, 307, 407, 507}
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -60,10 +61,10 @@ def test_mixture_equals_each_row_alone():
     rows = make_rows(PARAMS, slots=range(8), seeds=range(8), positions=[13] * 8, prompt_lens=[10] * 8)
     tokens, new, _ = run(x, rows, state)
     for i, params in enumerate(PARAMS):
-        alone = install(fresh(3), 2, params, PROMPTS[i], outputs[i])
-        padded = np.full((4, V), np.nan, np.float32)  # inactive rows may hold anything
+        alone = install(fresh(), 2, params, PROMPTS[i], outputs[i])
+        padded = np.full((8, V), np.nan, np.float32)  # inactive rows may hold anything
         padded[0] = x[i]
-        token, alone, _ = run(padded, one(params, slot=2, position=13, seed=i, num_rows=4), alone)
+        token, alone, _ = run(padded, one(params, slot=2, position=13, seed=i, num_rows=8), alone)
         assert token[0] == tokens[i], params
         np.testing.assert_array_equal(alone.output_counts[2], new.output_counts[i])
         assert (new.output_counts[i].sum() == 4) if uses_penalties(params) else (not new.output_counts[i].any())
@@ -98,10 +99,10 @@ def test_greedy_ties_go_to_the_lowest_id():
 def test_inactive_rows_return_zero_and_leave_the_state_alone():
     params = SamplingParams(temperature=0, presence_penalty=1, stop_token_ids=[0])
     state = install(fresh(), 0, params)
-    rows = one(params, num_rows=3)
+    rows = one(params, num_rows=8)
     rows.active[0] = False
-    tokens, new, stopped = run(eight_logits()[:3], rows, state)
-    assert np.asarray(tokens).tolist() == [0, 0, 0]
+    tokens, new, stopped = run(eight_logits(), rows, state)
+    assert np.asarray(tokens).tolist() == [0] * 8
     assert not np.asarray(stopped).any()
     for old, now in zip(jax.tree.leaves(state), jax.tree.leaves(new), strict=True):
         np.testing.assert_array_equal(old, now)
@@ -149,12 +150,14 @@ def test_forbidden_tokens_are_not_drawn():
     state = install(fresh(), 0, params, banned=[4])
     tokens = {int(run(x, one(params, seed=seed), state)[0][0]) for seed in range(60)}
     assert tokens == {3, 5}
-    mask = np.zeros((1, 32), np.uint32)
+    two = eight_logits()[:2]
+    mask = np.zeros((2, 32), np.uint32)
     mask[0, 9] = 1 << 5
-    assert run(x, one(SamplingParams()), fresh(), mask)[0][0] == 9 * 32 + 5
-    everything = np.full((1, 32), 0xFFFFFFFF, np.uint32)
+    assert run(two, one(SamplingParams(), num_rows=2), fresh(), mask)[0][0] == 9 * 32 + 5
+    everything = np.full((2, 32), 0xFFFFFFFF, np.uint32)
     for params in (SamplingParams(), SamplingParams(temperature=0)):
-        assert run(x, one(params), fresh(), everything)[0][0] == run(x, one(params), fresh())[0][0]
+        token = run(two, one(params, num_rows=2), fresh(), everything)[0][0]
+        assert token == run(x, one(params), fresh())[0][0]
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -174,7 +177,13 @@ def test_coldest_temperature_is_greedy():
         positions=[1] * 8,
         prompt_lens=[1] * 8,
     )
-    np.testing.assert_array_equal(run(x, rows, None)[0], x.argmax(1))
+    np.testing.assert_array_equal(run(x, rows, fresh())[0], x.argmax(1))
+
+
+@jax.jit
+def draw(x, rows, seeds):
+    """A token for each of the seeds, with the parameters of `rows` otherwise."""
+    return jax.vmap(lambda seed: sample(x[None], dataclasses.replace(rows, seeds=seed), None)[0][0])(seeds)
 
 
 @pytest.mark.parametrize(
@@ -196,14 +205,7 @@ def test_draws_follow_the_distribution(params):
     num = 20_000
     rows = make_rows([params], slots=[0], seeds=[0], positions=[5], prompt_lens=[5])
     seeds = np.stack([np.zeros(num, np.uint32), np.arange(num, dtype=np.uint32)], 1)[:, None]
-    fields = {name: value for name, value in vars(rows).items() if name != "seeds"}
-
-    @jax.jit
-    @jax.vmap
-    def draw(seed):
-        return sample(jnp.asarray(x)[None], type(rows)(**fields, seeds=seed), None)[0][0]
-
-    observed = np.bincount(np.asarray(draw(seeds)), minlength=40)
+    observed = np.bincount(np.asarray(draw(x, rows, seeds)), minlength=40)
     left = x / params.temperature
     for name in ("top_k", "top_p", "min_p", "typical_p"):
         left = np.where(getattr(reference, name)(left, getattr(params, name)), left, -np.inf)
@@ -223,7 +225,7 @@ def test_state_none_under_jit_vmap():
     assert state is None
     assert not np.asarray(stopped).any()
     for i in range(8):
-        assert tokens[i, 0] == run(x[i : i + 1], rows[i], None)[0][0]
+        assert tokens[i, 0] == run(x[i : i + 1], rows[i], fresh())[0][0]
 
 
 def test_needs():

@@ -1,10 +1,13 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.sampling import truncation
 from jaxinfer.sampling.threshold import largest_threshold, masses, ordered, unordered
-from jaxinfer.sampling.truncation import top_threshold, truncate
+from jaxinfer.sampling.truncation import NUM_CANDIDATES, top_threshold, truncate
 from tests.jaxinfer.sampling import reference
 
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
@@ -59,13 +62,23 @@ def test_processors_apply_to_what_the_one_before_left(logits):
         np.testing.assert_array_equal(mask, np.isfinite(left))
 
 
+@functools.cache
+def thresholds(num_candidates):
+    """The jitted `truncate` for one value of NUM_CANDIDATES, which is read when it is traced."""
+    ks, ps = jnp.full(7, 60, jnp.int32), jnp.full(7, 0.7, jnp.float32)
+
+    def function(y):
+        assert num_candidates == truncation.NUM_CANDIDATES
+        return truncate(y, masses(y), top_k=ks, top_p=ps, min_p=ps * 0, typical_p=ps * 0 + 1).threshold
+
+    return jax.jit(function)
+
+
 def test_candidates_and_bisection_agree_bit_for_bit(logits, monkeypatch):
     y = jnp.asarray(log_weights(logits))
-    ks, ps = jnp.full(7, 60, jnp.int32), jnp.full(7, 0.7, jnp.float32)
-    fast = jax.jit(lambda y: truncate(y, masses(y), top_k=ks, top_p=ps, min_p=ps * 0, typical_p=ps * 0 + 1))(y)
+    fast = thresholds(NUM_CANDIDATES)(y)
     monkeypatch.setattr("jaxinfer.sampling.truncation.NUM_CANDIDATES", 1)  # too few: bisection
-    slow = jax.jit(lambda y: truncate(y, masses(y), top_k=ks, top_p=ps, min_p=ps * 0, typical_p=ps * 0 + 1))(y)
-    np.testing.assert_array_equal(fast.threshold, slow.threshold)
+    np.testing.assert_array_equal(fast, thresholds(1)(y))
 
 
 def test_rows_do_not_feel_their_neighbours(logits):
@@ -95,7 +108,7 @@ def test_ordered_is_monotone_and_invertible():
 def test_largest_threshold_is_exact():
     values = jnp.asarray([[3.0, -1.0, 3.0, -jnp.inf, -0.0], [0.0, 0.0, 0.0, 0.0, 0.0]], jnp.float32)
     for target, want in [(1, 3), (2, 3), (3, 0), (4, -1), (5, -np.inf), (6, -np.inf)]:
-        got = largest_threshold(values, np.uint32(1), jnp.asarray([target, 1], jnp.uint32))
+        got = jax.jit(largest_threshold)(values, np.uint32(1), jnp.asarray([target, 1], jnp.uint32))
         np.testing.assert_array_equal(values >= got[:, None], values >= jnp.asarray([[want], [0]], jnp.float32))
 
 
@@ -113,5 +126,7 @@ def test_top_p_stops_at_exactly_its_mass(monkeypatch):
     units = jnp.asarray([[4, 2, 1, 1]] * 4, jnp.uint32)
     for num_candidates in (128, 1):
         monkeypatch.setattr("jaxinfer.sampling.truncation.NUM_CANDIDATES", num_candidates)
-        got = top_threshold(y, units, jnp.zeros(4, jnp.int32), jnp.asarray([0.5, 0.51, 0.75, 0.85], jnp.float32))
+        got = jax.jit(lambda *a: top_threshold(*a))(
+            y, units, jnp.zeros(4, jnp.int32), jnp.asarray([0.5, 0.51, 0.75, 0.85], jnp.float32)
+        )
         np.testing.assert_array_equal(got, np.float32([0, -1, -1, -2]))

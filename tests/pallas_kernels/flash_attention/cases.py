@@ -234,10 +234,7 @@ def compiled(attend, arrays):
     function, arguments = both, (arrays.q, arrays.k, arrays.v, arrays.segments, arrays.d_out, arrays.d_lse)
     if arrays.dtype == "float8":
         function, arguments = forward, (arrays.q, arrays.k, arrays.v, arrays.segments, arrays.scales)
-    # Tiny cases compile longer than they run.
-    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    on_cpu = jax.default_backend() == "cpu"
-    return functools.partial(jax.jit(function, compiler_options=quick if on_cpu else None), *arguments)
+    return functools.partial(jax.jit(function), *arguments)
 
 
 def run(attend, arrays):

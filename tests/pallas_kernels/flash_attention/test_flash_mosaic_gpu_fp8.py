@@ -30,14 +30,13 @@ from tests.pallas_kernels.targets import lower
 SMALL = ForwardTiles(block_kv=64)  # two blocks of keys a scale, two stages
 CASES = {
     "one": Case(1, 1),
-    "edge_128": Case(128, 128, num_heads=2, num_kv_heads=2),
-    "causal": Case(257, 257, num_heads=2, num_kv_heads=1),
+    "causal": Case(257, 257, num_heads=1),  # a query more than two tiles
     "more_queries": Case(200, 129),  # 71 queries see nothing
     "not_causal": Case(70, 270, causal=False, batch=2, soft_cap=3.0),
     "negative_scale": Case(9, 130, scale=-0.3),
     "large_scores": Case(130, 130, num_heads=1, scale=5.0),
     "window_one": Case(130, 130, num_heads=1, sliding_window=1),
-    "head_dim_128": Case(130, 260, head_dim=128, num_heads=4, num_kv_heads=2),
+    "head_dim_128": Case(130, 260, head_dim=128, num_heads=2, num_kv_heads=1),
     "head_dim_256": Case(70, 300, head_dim=256, num_heads=1, sliding_window=150),
 }
 
@@ -45,8 +44,7 @@ CASES = {
 def attend(arrays, interpret, tiles=None):
     """Returns a function of nothing that gives (out, lse) of the kernel."""
     function = functools.partial(flash_attention_mosaic_gpu, **arrays.case.options, tiles=tiles, interpret=interpret)
-    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # as in `cases.compiled`
-    function = jax.jit(function, compiler_options=quick)
+    function = jax.jit(function)
     return lambda: function(arrays.q, arrays.k, arrays.v, None, None, **arrays.scales)
 
 
@@ -109,12 +107,6 @@ def block_kv_of(arrays):
     return 64 if arrays.case.head_dim > 128 else 128
 
 
-def test_agrees_with_grouped_queries():
-    arrays = make(Case(40, 140, num_heads=4, num_kv_heads=2, head_dim=64), "float8")
-    with interpreted() as interpret:
-        check(arrays, attend(arrays, interpret)(), 128)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_agrees(name):
@@ -124,8 +116,8 @@ def test_agrees(name):
 
 
 def test_repeats_without_races_with_window_and_soft_cap():
-    """Two tiles of queries, more blocks of keys than stages, two of them a scale."""
-    case = Case(130, 250, num_heads=1, head_dim=64, sliding_window=150, soft_cap=2.0, scale=0.2)
+    """Two tiles of queries, more blocks of keys than stages, two of them a scale, two groups of queries."""
+    case = Case(130, 250, num_heads=4, num_kv_heads=2, head_dim=64, sliding_window=150, soft_cap=2.0, scale=0.2)
     arrays = make(case, "float8")
     with interpreted(detect_races=True) as interpret:
         function = attend(arrays, interpret, SMALL)

@@ -24,22 +24,30 @@ BACKENDS = {
 }
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=["f32", "bf16"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_matches_the_exact_result(backend, case, dtype):
+QUICK = {jnp.float32: CASES, jnp.bfloat16: ("ragged",)}  # of a dtype by default
+ALL = [
+    pytest.param(
+        backend,
+        case,
+        dtype,
+        id=f"{backend}-{case}-{dtype.__name__}",
+        marks=() if case in QUICK[dtype] else pytest.mark.slow,
+    )
+    for backend in BACKENDS
+    for case in CASES
+    for dtype in TOLERANCE
+]
+
+
+@pytest.mark.parametrize(("backend", "case", "dtype"), ALL)
+def test_matches_the_exact_result_twice_equal_to_the_bit(backend, case, dtype):
     (x, w, sizes), expected = make(case, dtype)
     if backend == "xla":  # reads every expert
         w = jnp.nan_to_num(w)
-    check(jax.jit(BACKENDS[backend])(x, w, sizes), expected, dtype)
-
-
-@pytest.mark.parametrize("backend", ["xla", "mosaic_tpu"])
-def test_a_second_run_is_equal_to_the_bit(backend):
-    (x, w, sizes), _ = make("ragged", jnp.bfloat16)
     run = jax.jit(BACKENDS[backend])
-    first, second = (np.asarray(run(x, jnp.nan_to_num(w), sizes), np.float32) for _ in range(2))
-    np.testing.assert_array_equal(first, second)
+    out = run(x, w, sizes)
+    check(out, expected, dtype)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(run(x, w, sizes), np.float32))
 
 
 def test_gradients_are_those_of_the_reference():

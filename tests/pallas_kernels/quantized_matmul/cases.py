@@ -61,13 +61,16 @@ def cases() -> list[Case]:
     return found
 
 
+quantize = jax.jit(quantize_weight, static_argnames=("bits", "group", "float8", "zero_point"))
+
+
 def make_weight(name: str, N: int, K: int, seed: int = 0) -> QuantizedWeight:
     """A weight whose rows and groups differ in magnitude and mean, so that a wrong scale or zero point shows."""
     bits, group, float8, zero = FORMATS[name]
     rng = np.random.default_rng(seed)
     matrix = rng.standard_normal((N, K)) + rng.normal(0, 0.5, (N, 1))
     matrix = matrix * rng.uniform(0.5, 2, (N, 1)) * np.repeat(rng.uniform(0.5, 2, (N, K // 32)), 32, axis=1)
-    return quantize_weight(jnp.asarray(matrix, jnp.float32), bits, group or None, float8, zero)
+    return quantize(jnp.asarray(matrix, jnp.float32), bits, group or None, float8, zero)
 
 
 def make(case: Case) -> tuple[jax.Array, jax.Array | None, QuantizedWeight]:

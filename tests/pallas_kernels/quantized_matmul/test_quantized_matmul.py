@@ -203,7 +203,7 @@ def test_xla_lowers_for_other_machines(name, target):
 
 
 def test_specs_state_shapes_and_run(rng):
-    assert len({spec.name for spec in SPECS}) == len(SPECS) == 40
+    assert len({spec.name for spec in SPECS}) == len(SPECS)
     for spec in SPECS[::7]:
         x, weight, *_ = arguments = jax.eval_shape(spec.arguments)
         out = jax.eval_shape(spec.function, *arguments)
