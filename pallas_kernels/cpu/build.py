@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
-import platformdirs
 
 from pallas_kernels.cpu.isa import ISA
 
@@ -40,7 +39,7 @@ def built_library(isa: ISA, cache: Path | None = None) -> Path:
     compiler = _compiler()
     sources = sorted(ROOT.glob("*/cpu*.cc"))
     name = f"kernels-{isa.name}-{_fingerprint(compiler, sources, isa)}.so"
-    folder = cache or Path(platformdirs.user_cache_dir("jaxinfer")) / "kernels"
+    folder = cache or _cache_folder()
     if (folder / name).is_file():
         return folder / name
     with _lock(folder), tempfile.TemporaryDirectory(prefix="jaxinfer-") as scratch:
@@ -51,6 +50,12 @@ def built_library(isa: ISA, cache: Path | None = None) -> Path:
         path = _keep(_compile(compiler, sources, isa, Path(scratch)), folder / name)
         log.info("compiled the CPU kernels in %.1f s", time.perf_counter() - started)
         return path
+
+
+def _cache_folder() -> Path:
+    import platformdirs  # not needed where kernels are compiled for another machine
+
+    return Path(platformdirs.user_cache_dir("jaxinfer")) / "kernels"
 
 
 @contextlib.contextmanager
