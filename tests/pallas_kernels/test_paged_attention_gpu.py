@@ -169,6 +169,13 @@ def test_declines(change, reason):
         ragged_paged_attention(*case, None, scale=1.0, implementation="mosaic_gpu")
 
 
+def test_two_warpgroups_decline_quantized_pages():
+    case = make_case([(1, 4)], 2, 1, shape=(1, 1, 1), dtype=jnp.bfloat16, head_dim=64, formats="int8")
+    options = {"scale": 1.0, "sliding_window": None, "soft_cap": None, "tree_mask": None, "schedule": None}
+    with targeting("h200"), pytest.raises(NotImplementedError, match="by the one warpgroup that uses them"):
+        ragged_paged_attention_mosaic_gpu(*case, None, **options, with_lse=True, tiles=TWO)
+
+
 @functools.partial(jax.jit, static_argnums=range(5))
 def works_and_places(num_tokens, block_k, num_items, per_job, window, kv_lens, cu, count):
     works = (

@@ -51,6 +51,7 @@ PAIRWISE = [
     ("segments_shuffled", "bfloat16", 80, SMALL),
     ("window_one", "bfloat16", 96, None),
     ("more_keys", "bfloat16", 128, None),
+    ("not_causal", "bfloat16", 128, SMALL),  # a soft cap: fewer queries a step backward
     ("window_more_keys", "bfloat16", 256, SMALL),
     ("segments_window", "float16", 64, None),
     ("edge_129", "float16", 80, SMALL),
