@@ -10,6 +10,7 @@ from pallas_kernels.cpu import require_cpu
 from pallas_kernels.packing import pack
 from pallas_kernels.quantized_matmul import CpuWeight, QuantizedWeight, quantize_cpu_weight, repack_gguf, unpack_codes
 from pallas_kernels.quantized_matmul.weights import PACK_BLOCK
+from pallas_kernels.target import current_target
 
 KEPT_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """GGUF types whose codes are kept as they are."""
@@ -29,11 +30,21 @@ class Layout(enum.Enum):
 
 def current_layout() -> Layout:
     """Returns the layout for the default device; compiles the C++ kernels if that is a CPU."""
+    return Layout.CPU if has_cpu_kernels() else Layout.PLANES
+
+
+def packing_pays() -> bool:
+    """Whether products with packed weights are at least as fast here as with expanded ones."""
+    return current_target().platform != "cpu" or has_cpu_kernels()
+
+
+def has_cpu_kernels() -> bool:
+    """Whether the default device is a CPU for which the C++ kernels can be built."""
     try:
         require_cpu()
     except NotImplementedError:
-        return Layout.PLANES
-    return Layout.CPU
+        return False
+    return True
 
 
 def pack_gguf(rows: np.ndarray, *, stored: str, layout: Layout) -> CpuWeight | QuantizedWeight:

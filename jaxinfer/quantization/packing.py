@@ -13,7 +13,7 @@ import numpy as np
 from checkpoints.gguf_io import GGUFFile
 from checkpoints.load import Target
 from checkpoints.sources import TensorSource
-from jaxinfer.quantization.layouts import KEPT_TYPES, Layout, current_layout, pack_gguf, pack_matrix
+from jaxinfer.quantization.layouts import KEPT_TYPES, Layout, current_layout, pack_gguf, pack_matrix, packing_pays
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +31,13 @@ def packed_plan(
         source: the open file.
         abstract: the leaves by path.
         quantize: "int8" (one scale an output) or "int4" (a scale and an offset for 32 inputs) rounds every matrix; None
-            keeps GGUF's packed types as they are, and rounds those that have no kernel to 8 bits in groups of 32.
+            keeps GGUF's packed types as they are, and rounds those that have no kernel to 8 bits in groups of 32; on a
+            CPU without C++ kernels it keeps nothing packed.
     """
+    if quantize is None and not packing_pays():
+        if isinstance(source, GGUFFile) and any(source.is_packed(name) for name in source.names()):
+            log.warning("packed weights are expanded: without C++ kernels they would be slower (quantize keeps them)")
+        return dict(plan)
     layout, names = current_layout(), set(source.names())
     result, converted, left = dict(plan), Counter[str](), Counter[str]()
     for name, target in plan.items():

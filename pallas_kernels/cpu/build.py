@@ -104,10 +104,11 @@ def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotBuild(f"the C++ compiler failed: {error}") from error
+        raise CannotBuild(f"the C++ compiler {command[0]} failed: {error}") from error
     if done.returncode:
         message = done.stderr.strip()[-2000:] or f"exit status {done.returncode} and no message"
-        raise CannotBuild(f"the C++ compiler failed: {shlex.join(command)}: {message}")
+        log.debug("failed: %s", shlex.join(command))
+        raise CannotBuild(f"the C++ compiler {command[0]} failed: {message}")
 
 
 def _keep(made: Path, wanted: Path) -> Path:

@@ -57,7 +57,7 @@ def ragged_paged_attention_mosaic_gpu(
     _check_supported(q, k_pages, v_pages, N // K)
     quantized = isinstance(k_pages, QuantizedPages) or isinstance(v_pages, QuantizedPages)
     if quantized and tiles is not None and tiles.warpgroups > 1:
-        raise NotImplementedError("quantized pages are made bf16 by the one warpgroup that uses them, got tiles for two")
+        raise NotImplementedError("quantized pages are made bf16 by the one warpgroup that uses them, not by two")
     options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap, "interpret": interpret}
 
     t = dataclasses.replace(tiles or decode_tiles(K, H, page_size), warpgroups=1)

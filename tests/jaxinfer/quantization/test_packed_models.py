@@ -16,7 +16,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.generation import generate
 from jaxinfer.loading import load
-from jaxinfer.quantization import is_packed, packing
+from jaxinfer.quantization import is_packed, layouts, packing
 from jaxinfer.quantization.layouts import KEPT_TYPES, Layout, current_layout, planes
 from jaxinfer.quantization.packing import packed_plan
 from pallas_kernels.quantized_matmul import (
@@ -169,6 +169,16 @@ def test_what_no_kernel_reads_is_converted_and_said(monkeypatch, caplog):
     odd = {name: jax.ShapeDtypeStruct((8, 40), np.float32) for name in "abcd"}
     assert packed_plan(plan, Stub([(n, "Q8_0") for n in "abcd"], 40), odd, None) == plan
     assert "not packed, as the inputs are no multiple of 32: 4 Q8_0 tensors" in caplog.text
+
+
+def test_without_kernels_a_cpu_expands_what_is_packed(monkeypatch, caplog, expanded):
+    monkeypatch.setattr(layouts, "has_cpu_kernels", lambda: False)
+    with caplog.at_level(logging.WARNING):
+        model = load(MODEL / "model.gguf")
+    assert "packed weights are expanded: without C++ kernels" in caplog.text
+    jax.tree.map(np.testing.assert_array_equal, model.params, expanded.params)
+    asked = load(MODEL / "model.gguf", quantize="int8")
+    assert isinstance(asked.params["embed"]["weight"], QuantizedWeight)
 
 
 def test_what_cannot_be_is_refused(tmp_path):

@@ -79,7 +79,7 @@ def test_the_compilers_message_is_in_the_reason(source, tmp_path):
 
 
 @pytest.mark.parametrize(("compiler", "reason"), [
-    ("/bin/false", r"the C\+\+ compiler failed: /bin/false .*exit status 1 and no message"),
+    ("/bin/false", r"the C\+\+ compiler /bin/false failed: exit status 1 and no message"),
     ("no-such-compiler", r"no C\+\+ compiler \(no-such-compiler is not installed\); install g\+\+ or clang"),
 ])  # fmt: skip
 def test_without_a_compiler_xla_computes_and_says_so_once(monkeypatch, fresh, caplog, rng, compiler, reason):
