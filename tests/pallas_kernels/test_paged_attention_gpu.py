@@ -76,7 +76,9 @@ def check_case(case: Case, detect_races: bool = True) -> None:
     "case",
     [
         Case((None, None), 80, 16, (3, 1), TWO, sliding_window=20, soft_cap=0.7),
-        Case(("channel2", "int4"), 64, 128, (4, 2), rows=TREES, num_decode_rows=1),
+        pytest.param(
+            Case(("channel2", "int4"), 64, 128, (4, 2), rows=TREES, num_decode_rows=1), marks=pytest.mark.slow
+        ),
         Case(("float8", "int8"), 128, 16, rows=EDGES, num_decode_rows=None),
     ],
     ids=str,

@@ -61,7 +61,8 @@ def test_quantized_pages(formats):
     check_with(case, expected(*case), 2)
 
 
-@pytest.mark.parametrize("formats", ["int8_float8", pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("formats", ["int8_float8", None])
 def test_bfloat16_queries(formats):
     q, *rest = make_case(MIXED, shape=SMALL, formats=formats, dtype=jnp.bfloat16)
     case = (q.astype(jnp.bfloat16), *rest)

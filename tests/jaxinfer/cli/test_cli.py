@@ -108,6 +108,7 @@ def test_the_stopwatch_counts_decoding_from_the_first_tokens_on(monkeypatch):
     assert rows["tokens"] == ["11"]
 
 
+@pytest.mark.slow
 def test_run_loads_a_model_by_path(call):
     code, out, err = call("run", "hi", "-m", TINY, "--max-model-len", 64, *GREEDY)
     assert (code, err) == (0, "")

@@ -12,7 +12,6 @@ from tests.jaxinfer.conftest import MAX_LEN
 
 BASE = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": MAX_LEN, "decode_steps": 4}
 CONFIGS = {
-    "base": {},
     "tiny_pool": {
         "page_size": 4,
         "num_pages": 1 + MAX_LEN // 4,
@@ -20,6 +19,7 @@ CONFIGS = {
     },  # holds one full request: preemption all the time
 }
 SLOW_CONFIGS = {
+    "base": {},
     "page_size_1_synchronous": {"page_size": 1, "async_scheduling": False, "decode_steps": 1},
     "page_size_64_chunks_of_7": {"page_size": 64, "max_num_batched_tokens": 7},
     "chunks_of_1": {"max_num_batched_tokens": 1, "max_num_seqs": 1},

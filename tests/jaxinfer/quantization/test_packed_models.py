@@ -113,6 +113,7 @@ def test_the_engine_gives_the_tokens_of_the_naive_loop():
     check_equal(engine, NaiveLoop(model, MAX_LEN), num_requests=6, seed=0)
 
 
+@pytest.mark.slow
 def test_generate_is_pure_with_packed_weights():
     model = load(MODEL / "model.gguf")
     tokens = np.asarray(TOKENS[None, :5], np.int32)

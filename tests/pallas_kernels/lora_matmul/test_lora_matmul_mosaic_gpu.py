@@ -34,7 +34,7 @@ def run(args, kwargs, tiles, detect_races=False, times=1):
 SLOW = [  # the mixture is below
     pytest.param(case, SMALL, marks=pytest.mark.slow, id=str(case)) for case in CASES if case.name != "mixed"
 ]
-OTHER = [pytest.param(CASES[8], WIDE, id="neither, wide")]
+OTHER = [pytest.param(CASES[8], WIDE, marks=pytest.mark.slow, id="neither, wide")]
 
 
 @pytest.mark.parametrize(("case", "tiles"), [*OTHER, *SLOW])
