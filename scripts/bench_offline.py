@@ -66,13 +66,15 @@ def main() -> None:
         ("page-size", 16),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dtype")
+    for name in ("dtype", "quantize", "activations"):
+        parser.add_argument(f"--{name}", help="as load has it")
     args = parser.parse_args()
 
     workloads = read_workloads(args.workloads, args.workload_model, args.limit)
     start = time.perf_counter()
     llm = LLM(
-        args.model, dtype=args.dtype, compile_cache=not args.no_compile_cache, max_num_seqs=args.max_num_seqs,
+        args.model, dtype=args.dtype, quantize=args.quantize, activations=args.activations,
+        compile_cache=not args.no_compile_cache, max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens, decode_steps=args.decode_steps, page_size=args.page_size,
     )  # fmt: skip
     loaded = time.perf_counter()
