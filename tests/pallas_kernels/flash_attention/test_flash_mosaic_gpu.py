@@ -57,7 +57,7 @@ PAIRWISE = [
     ("edge_129", "float16", 80, SMALL),
     ("one", "float16", 96, None),
     ("not_causal_more_queries", "float16", 128, SMALL),
-    ("edge_65", "float16", 256, None),
+    ("one_query", "float16", 256, None),
     ("large_scores", "bfloat16", 64, SMALL),
 ]
 
