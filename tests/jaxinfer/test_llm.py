@@ -178,6 +178,7 @@ def test_bad_calls(llm, model):
         LLM(model, max_model_len=300)
 
 
+@pytest.mark.slow
 def test_compilation_after_warmup_is_reported(model, caplog):
     engine = LLM(model, compile_cache=False, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=32).engine
     seen = []

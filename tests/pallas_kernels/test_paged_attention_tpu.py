@@ -69,7 +69,8 @@ def test_bfloat16_queries(formats):
     check_with(case, expected(*case), 2, 1e-2)
 
 
-@pytest.mark.parametrize("words", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [2, 3])
 def test_trees_over_two_and_four_bit_pages(words):
     """A decode row, a plain chunk, and trees of 5 and 32 * words tokens in one batch; keys scaled by channel."""
     rows = [(1, 31), (9, 30), (5, 70), (32 * words, 32 * words + 40)]

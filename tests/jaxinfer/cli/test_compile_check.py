@@ -35,9 +35,8 @@ def call(*arguments):
     return result
 
 
-@pytest.mark.parametrize(
-    ("target", "kernel_platform"), [("h200", "gpu"), pytest.param("v5e", "tpu", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # CI runs the command itself too
+@pytest.mark.parametrize(("target", "kernel_platform"), [("h200", "gpu"), ("v5e", "tpu")])
 def test_lower_only_needs_no_plugin(target, kernel_platform):
     found = json.loads(call("--target", target, "-m", TINY, "--layers", 1, "--lower-only", "--json", *SMALL).output)
     assert set(found["steps"]) == {"decode", "prefill"}

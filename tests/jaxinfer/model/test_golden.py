@@ -16,6 +16,12 @@ from tests.helpers import PagedRow
 MODELS = Path("tests/golden/models")
 CASES = sorted(path.parent.name for path in MODELS.glob("*/config.json"))
 GGUF_CASES = sorted(path.parent.name for path in MODELS.glob("*/model.gguf"))
+QUICK = """llama-mha-bias llama-mqa llama-sharded llama-yarn llama3-rope mistral qwen2-window qwen3 smollm3 tiny-chat
+""".split()  # every family and option; the others vary them
+
+
+def slow(name):
+    return pytest.param(name, marks=pytest.mark.slow)
 
 
 def load_hf(name):
@@ -40,19 +46,15 @@ def test_there_are_golden_files():
     assert len(GGUF_CASES) >= 10
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in CASES])
 def test_hugging_face(name):
-    decoder, params = load_hf(name)
-    if "rope" in name or "yarn" in name:
-        decoder = decoder.clone(implementation="reference")  # half the time to compile
-    check(decoder, params, np.load(MODELS / name / "golden.npz"))
+    check(*load_hf(name), np.load(MODELS / name / "golden.npz"))
 
 
-@pytest.mark.parametrize("name", GGUF_CASES)
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in GGUF_CASES])
 def test_gguf(name):
     model = load(MODELS / name / "model.gguf", dtype="float32")
-    decoder = model.decoder.clone(implementation="reference")
-    check(decoder, model.params, np.load(MODELS / name / "golden_gguf.npz"))
+    check(model.decoder, model.params, np.load(MODELS / name / "golden_gguf.npz"))
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7])

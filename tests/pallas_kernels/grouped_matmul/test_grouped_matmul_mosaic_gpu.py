@@ -25,7 +25,7 @@ def run(args, tiles, detect_races=False, times=1):
 SLOW = [pytest.param(case, SMALL, marks=pytest.mark.slow, id=f"{case}, small") for case in CASES]
 
 
-@pytest.mark.parametrize(("case", "tiles"), [pytest.param("tile_edges", TALL, id="tile_edges, tall"), *SLOW])
+@pytest.mark.parametrize(("case", "tiles"), [*SLOW, TILE_EDGES])
 def test_matches_the_exact_result(case, tiles):
     args, expected = make(case, jnp.bfloat16)
     check(*run(args, tiles), expected, jnp.bfloat16)
