@@ -206,8 +206,12 @@ def test_ctrl_c_ends_a_generate_and_not_the_engine(llm, monkeypatch):
         return chunks
 
     monkeypatch.setattr(llm.engine, "step", interrupted_step)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(["hello", "there"], GREEDY)
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["hello", "there"], GREEDY)
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     monkeypatch.undo()
     assert not llm.engine.has_unfinished
     llm.engine.scheduler.check_integrity()
