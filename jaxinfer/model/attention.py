@@ -50,8 +50,9 @@ class Attention(nn.Module):
             k = RMSNorm(c.rms_norm_eps, self.dtype, "head_dim", name="k_norm")(k)
         if self.use_rope:
             q = apply_rope(q, *rope)
+        plain = "xla" if self.implementation == "reference" else None  # wanted for shapes, or as an oracle
         k_pages, v_pages = write_kv(
-            k_pages, v_pages, k, v, batch.slot_mapping, rope=rope if self.use_rope else None
+            k_pages, v_pages, k, v, batch.slot_mapping, rope=rope if self.use_rope else None, implementation=plain
         )  # fmt: skip
         out = ragged_paged_attention(
             q, k_pages, v_pages, batch.page_indices, batch.kv_lens, batch.cu_q_lens, batch.num_decode_rows,

@@ -16,9 +16,11 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.generation import generate
 from jaxinfer.loading import load
+from jaxinfer.model.params import abstract_params
 from jaxinfer.quantization import is_packed, layouts, packing
 from jaxinfer.quantization.layouts import KEPT_TYPES, Layout, current_layout, planes
 from jaxinfer.quantization.packing import packed_plan
+from pallas_kernels.cpu import library
 from pallas_kernels.quantized_matmul import (
     CpuWeight,
     QuantizedWeight,
@@ -180,6 +182,17 @@ def test_without_kernels_a_cpu_expands_what_is_packed(monkeypatch, caplog, expan
     jax.tree.map(np.testing.assert_array_equal, model.params, expanded.params)
     asked = load(MODEL / "model.gguf", quantize="int8")
     assert isinstance(asked.params["embed"]["weight"], QuantizedWeight)
+
+
+def test_shapes_need_no_kernels(monkeypatch, expanded):
+    """Compile checks run where none can be built."""
+
+    def must_not_be_asked(isa):
+        raise AssertionError("the C++ kernels were asked for")
+
+    monkeypatch.setattr(library, "load_library", must_not_be_asked)
+    config = dataclasses.replace(expanded.config, intermediate_size=96)
+    assert abstract_params(config, np.float32)[0]["layers_0"]["mlp"]["up"]["weight"].shape == (96, 64)
 
 
 def test_what_cannot_be_is_refused(tmp_path):
