@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints.sources import TensorSource, aligned_empty
+from checkpoints.sources import PackedSource, TensorSource, aligned_empty
 from checkpoints.trees import flatten, unflatten
 
 WORKERS = 2  # tensors read ahead while another is placed; each holds one tensor
@@ -84,7 +84,7 @@ def load_tree(
     for placed in _read_ahead(read, jobs.items()):
         while placed:  # pop: the host array must be free before the next one is placed
             path, host = placed.pop()
-            result[path] = jax.tree.map(lambda array: _place(array, placements[path]), host)  # noqa: B023
+            result[path] = jax.tree.map(partial(_place, sharding=placements[path]), host)
             done += _nbytes(leaves[path])
             del host
             if progress is not None:
@@ -165,9 +165,16 @@ def _shown(found: Sequence[str]) -> str:
 def _read(source: TensorSource, leaves: Mapping[str, Any], job: tuple[str, tuple[Target, ...]]) -> list[Placed]:
     """Reads one source tensor and makes the leaves' host arrays from it."""
     name, targets = job
-    raw = {target.raw for target in targets}
-    stored = {each: source.read_packed(name)[0] if each else source.read(name) for each in raw}  # type: ignore[attr-defined]
+    stored = {raw: _stored(source, name, raw) for raw in {target.raw for target in targets}}
     return [(target.path, _fit(stored[target.raw], name, target, leaves[target.path])) for target in targets]
+
+
+def _stored(source: TensorSource, name: str, raw: bool) -> np.ndarray:
+    if not raw:
+        return source.read(name)
+    if not isinstance(source, PackedSource):
+        raise ValueError(f"{source.path}: the plan wants the packed bytes of {name}, and this format has none")
+    return source.read_packed(name)[0]
 
 
 def _fit(stored: np.ndarray, name: str, target: Target, leaf: jax.ShapeDtypeStruct) -> Any:

@@ -5,7 +5,7 @@ import mmap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -53,6 +53,15 @@ class TensorSource(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+@runtime_checkable
+class PackedSource(TensorSource, Protocol):
+    """A source with block types, whose bytes can be had as they are."""
+
+    def read_packed(self, name: str) -> tuple[np.ndarray, str]:
+        """The stored bytes, uint8 [..., bytes a row], and the type's name."""
+        ...
 
 
 class Closing:

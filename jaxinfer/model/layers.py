@@ -56,8 +56,7 @@ class Embedding(nn.Module):
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Returns the rows of these tokens; an id out of range gives the nearest row."""
         if is_packed(self.weight):
-            ids = jnp.clip(token_ids, 0, self.vocab_size - 1)
-            return take_rows(self.weight, ids).astype(self.dtype)
+            return take_rows(self.weight, token_ids).astype(self.dtype)
         return self.weight.at[token_ids].get(mode="clip")
 
 

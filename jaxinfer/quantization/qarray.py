@@ -21,7 +21,7 @@ def is_packed(weight: object) -> TypeGuard[QArray]:
 
 
 def take_rows(weight: QArray, rows: Int[Array, " T"]) -> Float[Array, "T K"]:
-    """Returns the given rows of the matrix, f32; rows must be in range."""
+    """Returns the given rows of the matrix, f32; a row out of range gives the nearest."""
     if isinstance(weight, CpuWeight):
         return packed.take_rows(weight, rows)
     taken = jax.tree.map(lambda part: jnp.take(part, rows, axis=0, mode="clip"), weight)

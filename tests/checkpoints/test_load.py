@@ -216,6 +216,15 @@ def test_from_safetensors_and_from_gguf(tmp_path, write_gguf, rng, mesh):
     np.testing.assert_array_equal(tree["w"], gguf.quants.dequantize(packed, kind))
 
 
+def test_packed_bytes_of_a_format_without_them(source):
+    assert not hasattr(source, "read_packed")
+    name = source.names()[0]
+    abstract = {"leaf": jax.ShapeDtypeStruct(source.spec(name).shape, jnp.float32)}
+    others = [each for each in source.names() if each != name]
+    with pytest.raises(ValueError, match=f"wants the packed bytes of {name}, and this format has none"):
+        load_tree(source, {name: Target("leaf", raw=True)}, abstract, ignore=others)
+
+
 def test_flatten_and_unflatten():
     tree = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
     assert flatten(tree) == {"a/b": 1, "a/c/d": 2, "e": 3}

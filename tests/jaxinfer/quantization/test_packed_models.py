@@ -200,6 +200,9 @@ def test_what_cannot_be_is_refused(tmp_path):
         load(MODEL, quantize="int3")
     with pytest.raises(ValueError, match="activations must be \"int8\" or None, got 'int4'"):
         load(MODEL, activations="int4")
+    for where in (MODEL, MODEL / "model.gguf"):
+        with pytest.raises(ValueError, match="goes with packed weights, and none are"):
+            load(where, activations="int8", quantize="none")
     with pytest.raises(ValueError, match="packs weights for one device so far"):
         load(MODEL, quantize="int8", mesh=make_mesh(model=2))
     with pytest.raises(ValueError, match='load the model with quantize="none"'):
