@@ -1,6 +1,7 @@
 import gc
 import json
 import sys
+import time
 import types
 
 import jax
@@ -128,7 +129,9 @@ def test_every_file_removed_cut_or_changed(saved, abstract, params):
         file.write_bytes(whole)
     assert refused >= 8
     assert not restore_or_refuse(saved, abstract, params)
-    gc.collect()  # those coroutines complain here, not in the next test
+    for _ in range(5):  # those coroutines complain here, not in a later test; threads of Orbax hold some for a while
+        gc.collect()
+        time.sleep(0.1)
 
 
 def interrupt(*_):
