@@ -18,6 +18,9 @@ from jax._src.state.discharge import run_state_p
 from jax._src.state.types import AbstractRef
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+# What the interpreter may say first of a kernel that forgets to wait; which of them depends on its threads' timing.
+MISSING_WAIT = "RACE DETECTED|no threads observed|missed observing phase|barrier is already at phase"
+
 _Interpreter: Any = jaxpr_interpret.JaxprInterpreter
 _wgmma_of_refs = _Interpreter._interpret_wgmma_ref_p
 _interpret_without_run_state = _Interpreter.interpret

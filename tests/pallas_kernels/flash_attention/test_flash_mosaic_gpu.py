@@ -17,7 +17,7 @@ from pallas_kernels.flash_attention.mosaic_gpu_forward import flash_attention_mo
 from pallas_kernels.flash_attention.tiles import SHARED_MEMORY, BackwardTiles, ForwardTiles, forward_tiles
 from pallas_kernels.flash_attention.vjp import with_backward
 from tests.pallas_kernels.flash_attention.cases import CASES, Case, check, check_twice, make
-from tests.pallas_kernels.gpu_interpreter import interpreted
+from tests.pallas_kernels.gpu_interpreter import MISSING_WAIT, interpreted
 from tests.pallas_kernels.targets import lower
 
 SMALL = ForwardTiles(block_kv=64)  # more blocks from fewer keys
@@ -96,14 +96,14 @@ def test_scale_need_not_be_positive(scale):
 
 
 @pytest.mark.parametrize(
-    ("place", "message"),
+    "place",
     [
-        ("_wait_for_k", "RACE DETECTED"),
-        pytest.param("_wait_for_v", "RACE DETECTED|no threads observed", marks=pytest.mark.slow),
-        pytest.param("scores", "RACE DETECTED|no threads observed", marks=pytest.mark.slow),
+        "_wait_for_k",
+        pytest.param("_wait_for_v", marks=pytest.mark.slow),
+        pytest.param("scores", marks=pytest.mark.slow),
     ],
 )
-def test_missing_barrier_is_found(place, message, monkeypatch):
+def test_missing_barrier_is_found(place, monkeypatch):
     """A kernel function forgets to wait: for keys or values to be free again, or for keys to be there."""
     wait = plgpu.barrier_wait
 
@@ -112,7 +112,7 @@ def test_missing_barrier_is_found(place, message, monkeypatch):
             wait(barrier)
 
     monkeypatch.setattr(plgpu, "barrier_wait", forgetful)
-    with interpreted(detect_races=True) as interpret, pytest.raises(Exception, match=message):
+    with interpreted(detect_races=True) as interpret, pytest.raises(Exception, match=MISSING_WAIT):
         jax.block_until_ready(
             forward(make(Case(9, 250, num_heads=1, causal=False), "bfloat16", head_dim=64), interpret, SMALL)
         )

@@ -11,7 +11,7 @@ from pallas_kernels.grouped_matmul.tiles import TileConfig
 from pallas_kernels.lora_matmul.api import lora_matmul
 from pallas_kernels.lora_matmul.mosaic_gpu import lora_matmul_mosaic_gpu
 from pallas_kernels.lora_matmul.tiles import LoraTileConfig, choose_tiles
-from tests.pallas_kernels.gpu_interpreter import interpreted
+from tests.pallas_kernels.gpu_interpreter import MISSING_WAIT, interpreted
 from tests.pallas_kernels.lora_matmul.lora_cases import CASES, check, make
 from tests.pallas_kernels.targets import lower
 
@@ -69,7 +69,7 @@ def test_the_race_detector_finds_a_missing_wait(monkeypatch):
     """The wait for base; the interpreter has no clocks for what wgmma reads, so it can not miss the wait for that."""
     args, kwargs, _ = make(CASES[0], jnp.bfloat16)
     monkeypatch.setattr(mosaic_gpu_rows, "plgpu", WithoutWaitsIn(mosaic_gpu_rows.plgpu, "multiply"))
-    with pytest.raises(Exception, match="RACE DETECTED"):
+    with pytest.raises(Exception, match=MISSING_WAIT):
         run(args, kwargs, SMALL, detect_races=True)
 
 

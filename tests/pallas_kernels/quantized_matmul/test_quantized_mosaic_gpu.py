@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.quantized_matmul import mosaic_gpu_unpack, mosaic_gpu_w8a8
 from pallas_kernels.quantized_matmul.mosaic_gpu import quantized_matmul_mosaic_gpu
 from pallas_kernels.quantized_matmul.tiles import MAX_SHARED_MEMORY, TileConfig, choose_tiles, shared_memory
-from tests.pallas_kernels.gpu_interpreter import interpreted
+from tests.pallas_kernels.gpu_interpreter import MISSING_WAIT, interpreted
 from tests.pallas_kernels.quantized_matmul.cases import FORMATS, Case, assert_close, make, make_weight
 from tests.pallas_kernels.targets import lower
 
@@ -86,7 +86,7 @@ def test_missing_barrier_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         jax.lax.fori_loop(0, count, lambda i, _: copies(start + i, i % stages, full.at[i % stages]), None)
 
     monkeypatch.setattr(mosaic_gpu_w8a8, "produce", hasty)
-    with pytest.raises(Exception, match="RACE DETECTED"):
+    with pytest.raises(Exception, match=MISSING_WAIT):
         run(Case("int8", 8, 192, 64, BF16, "int8"), TileConfig(8, 64, 64, 2))
 
 
