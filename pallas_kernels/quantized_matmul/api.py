@@ -11,7 +11,12 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.pages import FLOAT8
 from pallas_kernels.quantized_matmul.activations import ACTIVATIONS, quantize_per_token
-from pallas_kernels.quantized_matmul.cpu import check_cpu_weight, quantized_matmul_cpu, quantized_matmul_jnp
+from pallas_kernels.quantized_matmul.cpu import (
+    CPU_ACTIVATIONS,
+    check_cpu_weight,
+    quantized_matmul_cpu,
+    quantized_matmul_jnp,
+)
 from pallas_kernels.quantized_matmul.cpu_weights import CpuWeight, dequantize_cpu_weight
 from pallas_kernels.quantized_matmul.reference import quantized_matmul_reference
 from pallas_kernels.quantized_matmul.tpu_tiles import prefer_xla
@@ -77,7 +82,7 @@ def quantized_matmul(
         weight: the matrix f[N, K]: int8, float8 or 4 bits; a `CpuWeight` for CPUs.
         activations: None multiplies `x` as it is; "int8" and "float8" first quantize it, one scale a row (see
             `quantize_per_token`), for integer and for float8 weights: twice the arithmetic rate, some accuracy lost.
-            A `CpuWeight` takes "int8", with one scale a row and 32 inputs (see `round_activations`).
+            A `CpuWeight` takes "int16" and "int8", with one scale a row and 32 inputs (see `round_activations`).
         out_dtype: floating type of the result, None for that of `x`.
         implementation: "mosaic_gpu", "mosaic_tpu", "cpu", "xla", "reference", or None for the fastest that accepts.
 
@@ -92,11 +97,16 @@ def quantized_matmul(
         raise ValueError(f"x must have shape [..., K={K}], the inputs of the weight {weight.shape}, got {x.shape}")
     if x.dtype not in _FLOATS:
         raise ValueError(f'x must be bf16, f16 or f32, got {x.dtype}; to multiply integers set activations="int8"')
-    if activations not in (None, *ACTIVATIONS):
-        raise ValueError(f"activations must be one of {ACTIVATIONS} or None, got {activations!r}")
-    fitting = "float8" if weight.data.dtype == FLOAT8 else "int8"
-    if activations not in (None, fitting):
-        raise ValueError(f'{activations=} does not go with {weight.data.dtype} weights; use "{fitting}" or None')
+    known = {*CPU_ACTIVATIONS, *ACTIVATIONS}
+    if activations not in (None, *known):
+        raise ValueError(f"activations must be one of {sorted(known)} or None, got {activations!r}")
+    fitting = CPU_ACTIVATIONS if packed else ("float8",) if weight.data.dtype == FLOAT8 else ("int8",)
+    if activations not in (None, *fitting):
+        choice = " or ".join(f'"{each}"' for each in fitting)
+        raise ValueError(
+            f"{activations=} does not go with {weight.data.dtype} weights in {type(weight).__name__}; "
+            f"use {choice} or None"
+        )
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if out_dtype not in _FLOATS:
         raise ValueError(f"out_dtype must be bf16, f16, f32 or None, got {out_dtype}")

@@ -1,4 +1,4 @@
-// x[M, K] times weights in tiles of 8 rows x 32 inputs (see cpu_weights.py), of float or of int8 activations.
+// x[M, K] times weights in tiles of 8 rows x 32 inputs (see cpu_weights.py), of activations as they are or rounded.
 #include "quantized_matmul/cpu_problem.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -8,7 +8,7 @@ namespace jaxinfer {
 
 static ffi::Error quantized_matmul_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer data,
                                         ffi::AnyBuffer scale, ffi::AnyBuffer offset, ffi::Result<ffi::AnyBuffer> out,
-                                        bool int8) {
+                                        int32_t activation_bits) {  // 32: floats
   Problem p{};
   p.M = x.dimensions()[0];
   p.K = x.dimensions()[1];
@@ -22,7 +22,8 @@ static ffi::Error quantized_matmul_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, 
   p.offset = offset.element_count() ? static_cast<const uint16_t*>(offset.untyped_data()) : nullptr;
   p.out = out->untyped_data();
   p.bf16_out = out->element_type() == ffi::BF16;
-  if (p.M && p.N) (int8 ? int8_product : float_product)(p, pool);
+  if (p.M && p.N)
+    (activation_bits == 16 ? int16_product : activation_bits == 8 ? int8_product : float_product)(p, pool);
   return ffi::Error::Success();
 }
 
@@ -36,4 +37,4 @@ JAXINFER_HANDLER(quantized_matmul, jaxinfer::quantized_matmul_impl,
                      .Arg<ffi::AnyBuffer>()  // scale
                      .Arg<ffi::AnyBuffer>()  // offset
                      .Ret<ffi::AnyBuffer>()
-                     .Attr<bool>("int8"));
+                     .Attr<int32_t>("activation_bits"));

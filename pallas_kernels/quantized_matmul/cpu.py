@@ -9,6 +9,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.cpu import Library, require_cpu
 from pallas_kernels.quantized_matmul.cpu_weights import BITS, INPUTS, ROWS, CpuWeight, dequantize_cpu_weight
 
+CPU_ACTIVATIONS = ("int16", "int8")
+_BITS = {None: 32, "int16": 16, "int8": 8}
 _TYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -25,7 +27,7 @@ def quantized_matmul_cpu(
     Args:
         x: f32 or bf16.
         weight: the matrix f[N, K].
-        activations: None for exact products; "int8" rounds `x` as `round_activations` does, much faster.
+        activations: None for products of `x` as it is; "int16" and "int8" round it as `round_activations` does.
         out_dtype: f32 or bf16.
         library: the compiled kernels, by default those for the best instructions of this machine.
 
@@ -38,20 +40,20 @@ def quantized_matmul_cpu(
             raise NotImplementedError(f"cpu needs {name} in f32 or bf16, got {dtype}")
     check_cpu_weight(weight)
     if activations is not None and weight.group < INPUTS and weight.bits != 6:
-        raise NotImplementedError(f"cpu multiplies int8 by groups of {weight.group} for 6 bits only, not {weight.bits}")
+        raise NotImplementedError(f"cpu multiplies integers by groups of {weight.group} for 6 bits only, not {weight.bits}")
     M, N = x.shape[0], weight.num_rows
     call = jax.ffi.ffi_call(
         library.target("quantized_matmul"), jax.ShapeDtypeStruct((M, N), out_dtype), vmap_method="sequential"
     )
     offset = jnp.zeros((0,), jnp.float16) if weight.offset is None else weight.offset
-    return call(x, weight.data, weight.scale, offset, int8=np.bool_(activations is not None))
+    return call(x, weight.data, weight.scale, offset, activation_bits=np.int32(_BITS[activations]))
 
 
 def quantized_matmul_jnp(
     x: Float[Array, "M K"], weight: CpuWeight, *, activations: str | None, out_dtype: jax.typing.DTypeLike
 ) -> Float[Array, "M N"]:
     """Returns the product of the dequantized matrix in f32: what the kernel has to compute; arguments as there."""
-    values = round_activations(x) if activations is not None else x.astype(jnp.float32)
+    values = x.astype(jnp.float32) if activations is None else round_activations(x, activations)
     one = values.shape[0] == 1  # XLA is slow at one row alone
     values = jnp.pad(values, ((0, 1), (0, 0))) if one else values
     contract_inputs = (((1,), (1,)), ((), ()))
@@ -59,14 +61,16 @@ def quantized_matmul_jnp(
     return (product[:1] if one else product).astype(out_dtype)
 
 
-def round_activations(x: Float[Array, "M K"]) -> Float[Array, "M K"]:
-    """Returns f32 values of 8-bit codes, one scale a row and 32 inputs, whose largest magnitude becomes 127.
+def round_activations(x: Float[Array, "M K"], kind: str) -> Float[Array, "M K"]:
+    """Returns f32 values of integer codes, one scale a row and 32 inputs, whose largest magnitude becomes the largest code.
 
-    Rounding is to nearest, ties to even. A NaN or an infinity makes its block, hence its row of a product, NaN.
+    That is 32767 ("int16") or 127 ("int8"). Rounding is to nearest, ties to even. A NaN or an infinity makes its block,
+    hence its row of a product, NaN.
     """
+    most = np.float32(jnp.iinfo(kind).max)
     blocks = x.astype(jnp.float32).reshape(x.shape[0], -1, INPUTS)
     size = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1, keepdims=True), 1e-30)
-    return (jnp.round(blocks * (127.0 / size)) * (size * np.float32(1 / 127))).reshape(x.shape)
+    return (jnp.round(blocks * (most / size)) * (size * (1 / most))).reshape(x.shape)
 
 
 def check_cpu_weight(weight: CpuWeight) -> None:

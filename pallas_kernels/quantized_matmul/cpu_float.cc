@@ -7,10 +7,11 @@
 namespace jaxinfer {
 namespace {
 
+// Rows of tiles in a panel, and rows of x that share it: kWidth * kMost sums in registers.
 #if defined(__AVX2__)
-constexpr int kWidth = 2;  // rows of tiles in a panel: kWidth * kMost sums in registers
+constexpr int kWidth = 2, kMost = 6;
 #else
-constexpr int kWidth = 1;
+constexpr int kWidth = 1, kMost = 2;
 #endif
 
 struct Cursor {
@@ -136,7 +137,7 @@ void for_bits(int bits, void (*four)(Args...), void (*five)(Args...), void (*six
 void float_product(const Problem& p, xla::ffi::ThreadPool& pool) {
   static thread_local std::vector<float> spread;
   float* x = scratch(spread, p.M * p.K);
-  const Blocks blocks(p.M);
+  const Blocks blocks(p.M, kMost);
   parallel_for(pool, blocks.num, std::max<int64_t>(1, 32768 / (p.K * kMost)), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       for (int m = 0; m < blocks.size(i); ++m) spread_row(p, x, blocks.begin(i), blocks.size(i), m);

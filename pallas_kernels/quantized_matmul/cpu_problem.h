@@ -11,16 +11,11 @@
 namespace jaxinfer {
 
 constexpr int kRows = 8, kInputs = 32;  // of a tile
-#if defined(__AVX2__)
-constexpr int kMost = 6;  // rows of x that share an unpacked tile: what the registers hold
-#else
-constexpr int kMost = 2;
-#endif
 
-// Rows of x are cut into blocks of nearly equal size, at most kMost.
+// Rows of x are cut into blocks of nearly equal size.
 struct Blocks {
   int64_t M, num;
-  explicit Blocks(int64_t M) : M(M), num((M + kMost - 1) / kMost) {}
+  Blocks(int64_t M, int most) : M(M), num((M + most - 1) / most) {}
   int64_t begin(int64_t i) const { return i * M / num; }
   int size(int64_t i) const { return static_cast<int>(begin(i + 1) - begin(i)); }
 };
@@ -42,6 +37,7 @@ struct Problem {
 };
 
 void float_product(const Problem& p, xla::ffi::ThreadPool& pool);
+void int16_product(const Problem& p, xla::ffi::ThreadPool& pool);
 void int8_product(const Problem& p, xla::ffi::ThreadPool& pool);
 
 inline float bf16_to_float(uint16_t bits) {

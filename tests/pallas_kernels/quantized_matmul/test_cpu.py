@@ -44,7 +44,7 @@ def make_x(M, dtype="float32", seed=1):
 
 def expect(x, weight, activations):
     """The product in f64, and what K random terms of it sum to."""
-    values = x.astype(jnp.float32) if activations is None else round_activations(x)
+    values = x.astype(jnp.float32) if activations is None else round_activations(x, activations)
     values = np.asarray(values, np.float64)
     matrix = np.asarray(dequantize_cpu_weight(weight), np.float64)
     return values @ matrix.T, np.sqrt((values**2).sum(1)[:, None] * (matrix**2).mean(1)[None])
@@ -55,7 +55,7 @@ FORMATS += [(8, 32, False), (6, 16, False), (6, 16, True)]
 
 
 @pytest.mark.parametrize("isa", isas.NAMES)
-@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("activations", [None, "int16", "int8"])
 @pytest.mark.parametrize(("bits", "group", "offset"), FORMATS)
 def test_product(isa, activations, bits, group, offset):
     """All numbers of rows in one compiled program: each is checked, twice, against f64."""
@@ -76,7 +76,7 @@ def test_product(isa, activations, bits, group, offset):
 
 
 @pytest.mark.parametrize("isa", isas.NAMES)
-@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("activations", [None, "int16", "int8"])
 @pytest.mark.parametrize(("bits", "group", "offset"), [FORMATS[i] for i in (0, 3, 6, 8)])
 def test_a_result_depends_neither_on_its_neighbours_nor_on_the_split(isa, activations, bits, group, offset):
     """Bit for bit: rows of x alone or among others, rows of the weight alone or among others."""
@@ -110,7 +110,7 @@ def test_any_number_of_rows_and_nothing_beyond(N, out_dtype):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("activations", [None, "int16", "int8"])
 @pytest.mark.parametrize("isa", isas.NAMES)
 def test_a_bad_row_stays_bad_and_touches_no_other(isa, activations, value):
     weight = make_weight(4, 32, True)
@@ -123,7 +123,7 @@ def test_a_bad_row_stays_bad_and_touches_no_other(isa, activations, value):
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "xla", "reference"])
-@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("activations", [None, "int16", "int8"])
 def test_public_function(implementation, activations):
     weight = jax.tree.map(jnp.asarray, make_weight(6, 16, False))
     x = make_x(6).reshape(2, 3, K)
@@ -152,7 +152,7 @@ def test_scan_and_vmap():
     np.testing.assert_array_equal(np.asarray(rows[:, 0]), np.asarray(product(x, weights[0])))
 
 
-@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("activations", [None, "int16", "int8"])
 def test_gradient_of_x(rng, activations):
     weight = make_weight(5, 32, True)
     cotangent = jnp.asarray(rng.standard_normal((3, 21)), jnp.float32)
@@ -199,7 +199,7 @@ def test_wrong_arguments_are_explained():
     replace = functools.partial(dataclasses.replace, weight)
     for message, call in [
         (r"x must have shape \[..., K=96\]", lambda: quantized_matmul(x[:, :64], weight)),
-        ('does not go with uint8 weights; use "int8"', lambda: quantized_matmul(x, weight, activations="float8")),
+        ('use "int16" or "int8" or None', lambda: quantized_matmul(x, weight, activations="float8")),
         ("weight.data must be", lambda: quantized_matmul(x, replace(data=weight.data[:, :, :3]))),
         ("of 4 bits must be uint8, got int8", lambda: quantized_matmul(x, replace(data=weight.data.view(np.int8)))),
         ("num_rows=25 does not fit", lambda: quantized_matmul(x, replace(num_rows=25))),
