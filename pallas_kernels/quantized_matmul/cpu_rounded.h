@@ -14,7 +14,7 @@ namespace {
 template <class Code>
 constexpr int kShare = sizeof(Code) == 2 ? 4 : 6;
 template <class Code, int R>
-constexpr int kBeside = sizeof(Code) == 2 ? 2 : 1;
+constexpr int kBeside = sizeof(Code) == 2 && R > 1 ? 2 : 1;
 #else
 template <class Code>
 constexpr int kShare = 2;
@@ -98,8 +98,7 @@ void multiply(const Problem& p, const Codes<Code>& codes, int64_t tile_row, int6
     x_sum += R;
   };
   for (int64_t t = 0; t < tiles; ++t) {
-    if (R == 1)
-      for (int c = 0; c < C; ++c) prefetch_ahead<Bits * 32>(tile + c * row_bytes);
+    for (int c = 0; c < C; ++c) prefetch_ahead<Bits * 32>(tile + c * row_bytes);
     if (Group == kInputs) {
       Ints products[C][R] = {};
       dots<Bits, R, C, 0, 8>(tile, row_bytes, x, products);
