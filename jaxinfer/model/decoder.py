@@ -65,7 +65,7 @@ class Decoder(nn.Module):
         config: shape and options.
         dtype: of activations and KV cache, and of weights that are not packed.
         implementation: of attention; None for the fastest that accepts.
-        activations: how products with packed weights treat their input: "int8" rounds it first, None does not.
+        activations: how products with packed weights round their input first: "int16", "int8", or None, not at all.
     """
 
     config: ModelConfig
