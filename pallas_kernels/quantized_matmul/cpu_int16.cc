@@ -3,6 +3,6 @@
 
 namespace jaxinfer {
 
-void int16_product(const Problem& p, xla::ffi::ThreadPool& pool) { rounded_product<int16_t>(p, pool); }
+void int16_product(const Problems& problems, xla::ffi::ThreadPool& pool) { rounded_product<int16_t>(problems, pool); }
 
 }  // namespace jaxinfer

@@ -3,6 +3,6 @@
 
 namespace jaxinfer {
 
-void int8_product(const Problem& p, xla::ffi::ThreadPool& pool) { rounded_product<int8_t>(p, pool); }
+void int8_product(const Problems& problems, xla::ffi::ThreadPool& pool) { rounded_product<int8_t>(problems, pool); }
 
 }  // namespace jaxinfer

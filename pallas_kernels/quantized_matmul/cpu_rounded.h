@@ -146,7 +146,8 @@ Block<Code> find_block(const Problem& p, int R) {
 }
 
 template <class Code>
-void rounded_product(const Problem& p, xla::ffi::ThreadPool& pool) {
+void rounded_product(const Problems& problems, xla::ffi::ThreadPool& pool) {
+  const Problem& p = problems[0];
   static thread_local std::vector<float> floats;
   static thread_local std::vector<Code> integers;
   Codes<Code> x;
@@ -158,7 +159,7 @@ void rounded_product(const Problem& p, xla::ffi::ThreadPool& pool) {
     for (int64_t i = begin; i < end; ++i)
       for (int m = 0; m < blocks.size(i); ++m) round_row(p, x, blocks.begin(i), blocks.size(i), m);
   });
-  parallel_for(pool, p.tile_rows(), piece_of(p, blocks.num, pool.num_threads()), [&](int64_t begin, int64_t end) {
+  for_tile_rows(problems, pool, blocks.num, kBeside<Code, 2>, [&](const Problem& p, int64_t begin, int64_t end) {
     for (int64_t i = 0; i < blocks.num; ++i)
       find_block<Code>(p, blocks.size(i))(p, x, begin, end, blocks.begin(i));
   });
