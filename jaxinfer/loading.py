@@ -95,9 +95,9 @@ def load(
             packed ones to `dtype`. None keeps what a GGUF file has packed as it is, on one device; over a mesh and
             from other files it is "none".
         activations: what packed weights are multiplied with. "float32": the activations as they are, in `dtype`.
-            "int16": rounded to 16 bits on the way into a product, on CPUs one scale for 32 inputs, an error of 2**-16 of
-            the largest of them. "int8": rounded to 8 bits in the same way, as llama.cpp does: faster, but a near tie may
-            go the other way, and that may depend on how requests are batched. None takes "int16" for the C++ kernels of
+            "int16": rounded to 16 bits on the way into a product, one scale for 32 inputs, an error of 2**-16 of the
+            largest of them. "int8": rounded to 8 bits in the same way, as llama.cpp does: faster, but a near tie may go
+            the other way, and that may depend on how requests are batched. None takes "int16" for the C++ kernels of
             CPUs and "float32" elsewhere.
         mesh: shards the weights over its devices by `rules`; None puts them on the default device.
         rules: logical axes to mesh axes; None takes the defaults of `AxisRules`.

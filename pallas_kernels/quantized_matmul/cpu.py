@@ -73,9 +73,9 @@ def quantized_matmul_jnp(
 
 
 def round_activations(x: Float[Array, "M K"], kind: str) -> Float[Array, "M K"]:
-    """Returns f32 values of integer codes, one scale a row and 32 inputs, whose largest magnitude becomes the largest code.
+    """Returns f32 values of integer codes, one scale a row and 32 inputs.
 
-    That is 32767 ("int16") or 127 ("int8"). Rounding is to nearest, ties to even. A NaN or an infinity makes its block,
+    The largest magnitude becomes the largest code, 32767 ("int16") or 127 ("int8"). Rounding is to nearest, ties to even. A NaN or an infinity makes its block,
     hence its row of a product, NaN.
     """
     most = np.float32(jnp.iinfo(kind).max)
