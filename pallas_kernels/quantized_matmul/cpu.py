@@ -75,8 +75,8 @@ def quantized_matmul_jnp(
 def round_activations(x: Float[Array, "M K"], kind: str) -> Float[Array, "M K"]:
     """Returns f32 values of integer codes, one scale a row and 32 inputs.
 
-    The largest magnitude becomes the largest code, 32767 ("int16") or 127 ("int8"). Rounding is to nearest, ties to even. A NaN or an infinity makes its block,
-    hence its row of a product, NaN.
+    The largest magnitude becomes the largest code, 32767 ("int16") or 127 ("int8"). Rounding is to nearest, ties to
+    even. A NaN or an infinity makes its block, hence its row of a product, NaN.
     """
     most = np.float32(jnp.iinfo(kind).max)
     blocks = x.astype(jnp.float32).reshape(x.shape[0], -1, INPUTS)
