@@ -145,8 +145,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.unread = []
         self.requests = []
         self.next_position = {}  # of each request since its last admission: what is to be computed next
+        self.forks = set()
         self.outputs = {}  # what each request is to say
-        self.meanings = {}  # of every key: salt and tokens
+        self.meanings = {}  # of every key: salt, tokens, and what is written for the page's tokens
+        self.num_keys_seen = {}  # of each request
 
     @rule(
         lengths=st.lists(st.tuples(PROMPTS, OUTPUTS), min_size=1, max_size=3), common=st.integers(0, MAX_LEN),
@@ -194,6 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         text = list(itertools.accumulate([*prompt, *self.outputs[request]], written, initial=0))[1:]
         self.device.texts[request] = text
         self.requests.append(request)
+        self.forks |= {request} if source else set()
         self.scheduler.add(request)
         return request
 
@@ -249,7 +252,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             known = request.num_known_tokens  # of which the last at least is computed
             assert start < known
             assert start % config.page_size == 0 or start == known - 1
-            assert not start or request.params.prompt_logprobs is None
+            assert not start or request.params.prompt_logprobs is None or request in self.forks
             self.next_position[request] = start
         for source, destination in step.copies:
             assert source not in [other for _, other in step.copies]
@@ -312,12 +315,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A key means one salt and text, and every page that has it holds just that."""
         size, pool = self.config.page_size, self.scheduler.pool
         for request in self.requests:
-            for i, key in enumerate(request.page_keys):
-                meaning = (request.cache_salt, request.token_ids(0, (i + 1) * size))
+            seen = self.num_keys_seen.get(request, 0)
+            for i, key in enumerate(request.page_keys[seen:], seen):
+                tokens = request.token_ids(0, (i + 1) * size)
+                content = list(itertools.accumulate(tokens, written, initial=0))[-size:]
+                meaning = (request.cache_salt, tokens, content)
                 assert self.meanings.setdefault(key, meaning) == meaning
+            self.num_keys_seen[request] = len(request.page_keys)
         for page, key in pool._keys.items():
-            tokens = self.meanings[key][1]
-            assert self.device.page(page) == list(itertools.accumulate(tokens, written, initial=0))[-size:]
+            assert self.device.page(page) == self.meanings[key][2]
 
     def teardown(self):
         """Everything ends, in a bounded number of steps, with the right output and nothing left behind."""
