@@ -111,7 +111,8 @@ class FakeDevice:
         return token
 
     def write(self, request, position, token):
-        before = self.cache[self.place(request, position - 1)] if position else 0
+        # Nothing was written there if the row has ended, which the host does not know yet.
+        before = self.cache.get(self.place(request, position - 1)) if position else 0
         self.cache[self.place(request, position)] = written(before, token)
 
     def place(self, request, position):
