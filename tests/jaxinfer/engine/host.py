@@ -16,7 +16,7 @@ def make_request(name, num_prompt=4, max_tokens=8, *, priority=0, stop=(), bad_w
 
 
 def make_scheduler(num_pages=1000, **config):
-    """A scheduler over pages of one token, one step a dispatch and without prefix cache, unless options say otherwise."""
+    """A scheduler over pages of one token, one step a dispatch, no prefix cache, unless options say otherwise."""
     defaults = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,

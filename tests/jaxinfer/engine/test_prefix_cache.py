@@ -165,7 +165,9 @@ class TestForks:
         run_until(scheduler, lambda: not scheduler.has_unfinished)
         assert_all_free(scheduler)
 
-    @pytest.mark.parametrize(("num_prompt", "shared", "copied"), [(1, 0, 0), (4, 0, 1), (5, 1, 0), (9, 2, 0), (8, 1, 1)])
+    @pytest.mark.parametrize(
+        ("num_prompt", "shared", "copied"), [(1, 0, 0), (4, 0, 1), (5, 1, 0), (9, 2, 0), (8, 1, 1)]
+    )
     def test_only_a_page_that_is_written_is_copied(self, num_prompt, shared, copied):
         """All tokens but the last are shared; the last is computed by the fork, on a page of its own."""
         scheduler, source, [fork] = self.start(num_prompt, 1)
@@ -204,7 +206,7 @@ class TestForks:
 
     def test_of_a_source_that_is_admitted_again_in_the_same_step_wait(self):
         """Its pages are written by this step, and copies come before it."""
-        scheduler, source, [fork] = self.start(6, 1)
+        scheduler, source, _ = self.start(6, 1)
         run(scheduler)
         scheduler._queue_forks()
         scheduler._preempt(source)

@@ -31,7 +31,8 @@ STOP = 0
 BAD_WORDS = (*((a, b) for a in range(8) for b in range(1, 8)), (8, 9, 10), (20, 20, 20, 20))
 PROMPTS = st.integers(1, 6) | st.integers(1, MAX_LEN - 1)  # short ones grow far, until pages run out
 SALTS = st.sampled_from([None, None, None, "tenant"])
-PARAMS = st.sampled_from([SamplingParams(), SamplingParams(), SamplingParams(prompt_logprobs=0)])
+PLAIN = SamplingParams()
+PARAMS = st.sampled_from([PLAIN, PLAIN, SamplingParams(prompt_logprobs=0)])
 OUTPUTS = st.just(MAX_LEN) | st.integers(1, MAX_LEN)
 
 
@@ -186,8 +187,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def is_forkable(self, request):
         return not request.is_finished and len(self.requests) < 40
 
-    def add_request(self, prompt, output, salt, params=SamplingParams(), priority=0, mask=False, stop=False, source=None,
-                    inherited=()):  # fmt: skip
+    def add_request(
+        self, prompt, output, salt, params=PLAIN, priority=0, mask=False, stop=False, source=None, inherited=()
+    ):
         request = Request(
             str(len(self.requests)), list(prompt), params, min(output, MAX_LEN - len(prompt)), len(self.requests),
             stop_token_ids=frozenset({STOP}) if stop else frozenset(), bad_words=BAD_WORDS if mask else (),
