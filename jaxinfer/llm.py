@@ -200,6 +200,8 @@ class LLM:
                 chunks, self._inboxes[request_id] = self._inboxes[request_id], []
                 yield from chunks
         finally:
+            for stream in [stream for stream, id_ in self._streams.items() if id_ == request_id]:
+                del self._streams[stream]
             del self._inboxes[request_id]
             self._discard({request_id})
 
