@@ -42,8 +42,8 @@ _MODEL = (
     click.option("--quantize", type=click.Choice(["none", "int8", "int4"]),
                  help="Pack the weights in 8 or 4 bits; by default as the file has them, expanded with none."),
     click.option("--activations", type=click.Choice(["float32", "int16", "int8"]),
-                 help="What packed weights are multiplied with; by default int16 on CPU, float32 elsewhere. int8 is "
-                      "faster and less exact."),
+                 help="What packed weights are multiplied with; by default floats as they are. "
+                      "int16 and int8 round them: faster, less exact."),
     click.option("--max-model-len", type=int,
                  help=f"Tokens of prompt and answer together; by default the model's limit, at most {DEFAULT_LENGTH}."),
 )  # fmt: skip

@@ -66,7 +66,7 @@ def test_the_cpu_layout_is_the_choice_here():
 
 
 def test_a_gguf_file_stays_packed(expanded, layout):
-    model = load(MODEL / "model.gguf", activations="float32")
+    model = load(MODEL / "model.gguf")
     kind = CpuWeight if layout is Layout.CPU else QuantizedWeight
     packed = {path for path, leaf in flatten(model.params).items() if isinstance(leaf, kind)}
     assert packed == {path for path, leaf in flatten(expanded.params).items() if leaf.ndim == 2}
@@ -92,16 +92,14 @@ def test_rounded_activations(expanded, layout, activations, least, most):
     assert least < np.abs(logits(model) - wanted).max() / np.abs(wanted).max() < most
 
 
-def test_activations_that_nobody_chose(layout):
-    default = "int16" if layout is Layout.CPU else None
-    assert load(MODEL / "model.gguf").decoder.activations == default
-    assert load(MODEL, quantize="int8").decoder.activations == default
-    assert load(MODEL).decoder.activations is None
+def test_activations_stay_as_they_are_unless_asked(layout):
+    for activations in (None, "float32"):
+        assert load(MODEL / "model.gguf", activations=activations).decoder.activations is None
 
 
 @pytest.mark.parametrize(("quantize", "steps"), [("int8", 127), ("int4", 15)])
 def test_any_model_can_be_packed(quantize, steps, layout, tmp_path):
-    plain, packed = load(MODEL), load(MODEL, quantize=quantize, activations="float32")
+    plain, packed = load(MODEL), load(MODEL, quantize=quantize)
     expand = dequantize_cpu_weight if layout is Layout.CPU else dequantize_weight
     rounded = jax.tree.map(lambda leaf: expand(leaf) if is_packed(leaf) else leaf, packed.params, is_leaf=is_packed)
     for path, matrix in matrices(plain).items():
@@ -123,10 +121,9 @@ def test_without_being_asked_only_packed_files_are_packed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activations", ["int16", "float32"])
-def test_the_engine_gives_the_tokens_of_the_naive_loop(activations):
+def test_the_engine_gives_the_tokens_of_the_naive_loop():
     """Chunks, batches and preemption change nothing."""
-    model = load(MODEL / "model.gguf", activations=activations)
+    model = load(MODEL / "model.gguf")
     engine = Engine(model, EngineConfig(**BASE | {"page_size": 4, "num_pages": 1 + MAX_LEN // 4}))
     check_equal(engine, NaiveLoop(model, MAX_LEN), num_requests=6, seed=0)
 
