@@ -95,9 +95,10 @@ def load(
             packed ones to `dtype`. None keeps what a GGUF file has packed as it is, on one device; over a mesh and
             from other files it is "none".
         activations: what packed weights are multiplied with. None and "float32": the activations as they are, in
-            `dtype`. "int16", for the C++ kernels of CPUs: rounded to 16 bits, one scale for 32 inputs, an error of 2**-16
-            of the largest of them. "int8": rounded to 8 bits, as llama.cpp does. Both are faster and move the logits, int8
-            some 200 times as much; a near tie may go the other way, and that may depend on how requests are batched.
+            `dtype`. "int16", for the C++ kernels of CPUs: rounded to 16 bits, one scale for 32 inputs, an error of
+            2**-16 of the largest of them. "int8": rounded to 8 bits, as llama.cpp does. Both are faster and move the
+            logits, int8 some 200 times as much; a near tie may go the other way, and that may depend on how requests
+            are batched.
         mesh: shards the weights over its devices by `rules`; None puts them on the default device.
         rules: logical axes to mesh axes; None takes the defaults of `AxisRules`.
         progress: called with bytes done and in all during a download.
