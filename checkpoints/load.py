@@ -166,7 +166,10 @@ def _read(source: TensorSource, leaves: Mapping[str, Any], job: tuple[str, tuple
     """Reads one source tensor and makes the leaves' host arrays from it."""
     name, targets = job
     stored = {raw: _stored(source, name, raw) for raw in {target.raw for target in targets}}
-    return [(target.path, _fit(stored[target.raw], name, target, leaves[target.path])) for target in targets]
+    placed = [(target.path, _fit(stored[target.raw], name, target, leaves[target.path])) for target in targets]
+    if isinstance(source, PackedSource) and all(target.pack is not None for target in targets):
+        source.release(name)  # nothing points into the file any more
+    return placed
 
 
 def _stored(source: TensorSource, name: str, raw: bool) -> np.ndarray:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.compile_cache import ProgramCache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.admission import make_requests
 from jaxinfer.engine.memory import free_memory, plan_pages
@@ -37,8 +38,13 @@ class EngineStats:
 class Engine:
     """Continuous batching over one model. Not thread-safe: one thread calls it (see `AsyncEngine`)."""
 
-    def __init__(self, model: Model, config: EngineConfig | None = None):
+    def __init__(self, model: Model, config: EngineConfig | None = None, *, programs: ProgramCache | None = None):
         """Sizes the KV cache from the memory that is free and allocates it.
+
+        Args:
+            model: a loaded model.
+            config: limits and options.
+            programs: where compiled steps are kept for later processes; None keeps none.
 
         Raises:
             ValueError: the cache cannot hold one request of `max_model_len` tokens, or the model lies on several
@@ -61,7 +67,7 @@ class Engine:
         self.runner = ModelRunner(
             dataclasses.replace(model.decoder, implementation=config.attention_implementation),
             model.params, config, num_pages=num_pages, max_model_len=self.max_model_len,
-            stop_token_ids=frozenset(model.tokenizer.eos_token_ids),
+            stop_token_ids=frozenset(model.tokenizer.eos_token_ids), programs=programs,
         )  # fmt: skip
         self._seeds = np.random.default_rng(config.seed if config.seed is not None else secrets.randbits(64))
         self._groups: dict[str, list[Sequence]] = {}  # by the user's request id, one entry a completion

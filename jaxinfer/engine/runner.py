@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.compile_cache import ProgramCache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.batch import BatchShape, Buckets, build_batch
 from jaxinfer.engine.request import Request
@@ -32,6 +33,7 @@ class CompileStats:
     """What compilation has cost so far."""
 
     num_compiled: int = 0
+    num_loaded: int = 0  # found in the program cache instead
     num_after_warmup: int = 0
     seconds: float = 0.0
 
@@ -58,7 +60,7 @@ class ModelRunner:
 
     def __init__(
         self, decoder: Decoder, params: Params, config: EngineConfig, *, num_pages: int, max_model_len: int,
-        stop_token_ids: frozenset[int],
+        stop_token_ids: frozenset[int], programs: ProgramCache | None = None,
     ):  # fmt: skip
         """Allocates the KV cache and the sampler state.
 
@@ -69,6 +71,7 @@ class ModelRunner:
             num_pages: pages of the cache, the null page included.
             max_model_len: longest request in tokens.
             stop_token_ids: the model's end-of-sequence tokens.
+            programs: where compiled steps are kept; None keeps them in this process alone.
         """
         self.decoder = decoder
         self.params = params
@@ -81,7 +84,10 @@ class ModelRunner:
         self._warm = False
         self._masks: dict[int, jax.Array] = {}
         self._scorer = Scorer(decoder, params)
-        self.state = EngineState.init(decoder, config.max_num_seqs, num_pages, config.page_size, stop_token_ids)
+        self.state = EngineState.init(
+            decoder, config.max_num_seqs, num_pages, config.page_size, stop_token_ids, on_demand=True
+        )
+        self._programs = programs
         self._step = jit_step(decoder)
 
     def install(self, request: Request) -> None:
@@ -144,11 +150,23 @@ class ModelRunner:
         if shape in self._compiled:
             return self._compiled[shape]
         start = time.perf_counter()
-        inputs = shape.abstract_inputs(self.decoder.config.vocab_size)
-        lowered = self._step.lower(shape, self.config.decode_steps, self.params, self.state, *inputs)
-        self._compiled[shape] = compiled = lowered.compile()
+        arguments = (self.params, self.state, *shape.abstract_inputs(self.decoder.config.vocab_size))
+        steps, found = self.config.decode_steps, False
+
+        def compile_step() -> Any:
+            return self._step.lower(shape, steps, *arguments).compile()
+
+        if self._programs is None:
+            compiled = compile_step()
+        else:
+            fields = (field.name for field in dataclasses.fields(self.decoder) if field.name not in ("parent", "name"))
+            decoder = {name: getattr(self.decoder, name) for name in fields}
+            [device] = self.state.last_tokens.devices()
+            compiled, found = self._programs.get((decoder, shape, steps), arguments, device, compile_step)
+        self._compiled[shape] = compiled
         seconds = time.perf_counter() - start
-        self.stats.num_compiled += 1
+        self.stats.num_compiled += not found
+        self.stats.num_loaded += found
         self.stats.seconds += seconds
         if self._warm:
             self.stats.num_after_warmup += 1
@@ -165,7 +183,7 @@ class ModelRunner:
         words = -(-self.decoder.config.vocab_size // 32)
         if not banned:
             if num_rows not in self._masks:
-                self._masks[num_rows] = jnp.full((num_rows, words), 0xFFFFFFFF, jnp.uint32)
+                self._masks[num_rows] = jnp.asarray(np.full((num_rows, words), 0xFFFFFFFF, np.uint32))
             return self._masks[num_rows]
         return _mask_without(banned, num_rows, words)
 

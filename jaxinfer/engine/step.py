@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxinfer.engine.batch import BatchShape, StepBatch
@@ -21,6 +22,7 @@ from jaxinfer.model.params import Params
 from jaxinfer.sampling.rows import ENDS_REQUEST
 from jaxinfer.sampling.sampler import SamplingRows, sample
 from jaxinfer.sampling.state import SamplerState, init_state
+from pallas_kernels.cpu import zeros_on_demand
 
 
 @jax.tree_util.register_dataclass
@@ -34,14 +36,26 @@ class EngineState:
 
     @classmethod
     def init(
-        cls, decoder: Decoder, num_slots: int, num_pages: int, page_size: int, stop_token_ids: Collection[int]
-    ) -> "EngineState":
-        """Returns the state of an idle engine with R = `num_slots`; under `jax.eval_shape`, its shapes alone."""
+        cls, decoder: Decoder, num_slots: int, num_pages: int, page_size: int, stop_token_ids: Collection[int],
+        *, on_demand: bool = False,
+    ) -> "EngineState":  # fmt: skip
+        """Returns the state of an idle engine with R = `num_slots`; under `jax.eval_shape`, its shapes alone.
+
+        `on_demand`: only pages that have been written take memory, where that can be.
+        """
+
+        def zero_pages() -> KVCache:
+            return KVCache.init(decoder.config, num_pages, page_size, decoder.dtype)
+
         return cls(
-            cache=KVCache.init(decoder.config, num_pages, page_size, decoder.dtype),
+            cache=_zeros_on_demand(jax.eval_shape(zero_pages)) if on_demand else zero_pages(),
             sampler=init_state(num_slots, decoder.config.vocab_size, stop_token_ids),
-            last_tokens=jnp.zeros(num_slots, jnp.int32),
+            last_tokens=jnp.asarray(np.zeros(num_slots, np.int32)),
         )
+
+
+def _zeros_on_demand[Tree](shapes: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: zeros_on_demand(leaf.shape, leaf.dtype), shapes)
 
 
 @jax.tree_util.register_dataclass
