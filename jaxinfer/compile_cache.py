@@ -61,16 +61,13 @@ class ProgramCache:
         return program, False
 
     def _write(self, path: Path, program: Any, library: Library | None) -> None:
-        """Writes a file, whole or not at all; what cannot be kept costs the next process some time, nothing else."""
+        """Writes a file; what cannot be kept costs the next process some time, nothing else."""
         from jax.experimental import serialize_executable
 
         try:
             targets = () if library is None else library.registered
             payload = pickle.dumps((targets, serialize_executable.serialize(program)))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".part-", delete=False) as part:
-                part.write(MAGIC + hashlib.sha256(payload).digest() + payload)
-            os.replace(part.name, path)
+            _write_whole(path, MAGIC + hashlib.sha256(payload).digest() + payload)
             self._drop_oldest()
         except (OSError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             log.warning("a compiled program could not be kept: %s", error)
@@ -82,8 +79,16 @@ class ProgramCache:
 
 
 def default_program_cache() -> ProgramCache | None:
-    """Returns the cache in the user's folder; None where jax has been given a place for its own cache, which then serves."""
+    """Returns the cache in the user's folder, or None where jax has a place for its own cache, which then serves."""
     return ProgramCache() if jax.config.jax_compilation_cache_dir is None else None
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".part-", delete=False) as part:
+        part.write(content)
+    os.replace(part.name, path)
 
 
 def _read(path: Path, device: Any) -> Any:

@@ -11,9 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinfer.compile_check.plan import Plan
 from jaxinfer.engine.batch import BatchShape, Buckets
 from jaxinfer.engine.memory import plan_pages
-from jaxinfer.engine.step import EngineState, jit_step
-from jaxinfer.model.decoder import Decoder
+from jaxinfer.engine.state import EngineState
+from jaxinfer.engine.step import jit_step
 from jaxinfer.model.params import abstract_params
+from jaxinfer.model.spec import DecoderSpec
 from sharding import AxisRules, tree_shardings
 
 
@@ -49,7 +50,7 @@ def engine_steps(plan: Plan, mesh: Any, num_pages: int) -> Iterator[AbstractStep
         num_pages: pages of the KV cache.
     """
     config, engine = plan.model, plan.engine
-    decoder = Decoder(config, jnp.dtype(plan.dtype), engine.attention_implementation)
+    decoder = DecoderSpec(config, jnp.dtype(plan.dtype), engine.attention_implementation)
     params, axes = abstract_params(config, decoder.dtype)
     params = jax.tree.map(_placed, params, tree_shardings(params, axes, mesh, AxisRules()))
     state = jax.eval_shape(
@@ -66,7 +67,7 @@ def engine_steps(plan: Plan, mesh: Any, num_pages: int) -> Iterator[AbstractStep
     }
     for name, shape in shapes.items():
         inputs = _place(shape.abstract_inputs(config.vocab_size), everywhere)
-        yield AbstractStep(name, shape, jit_step(decoder), (shape, engine.decode_steps, params, state, *inputs))
+        yield AbstractStep(name, shape, jit_step(decoder.build()), (shape, engine.decode_steps, params, state, *inputs))
 
 
 def fit_pages(plan: Plan) -> int:

@@ -59,13 +59,13 @@ class Engine:
                 " jaxinfer.generate, which works on any mesh"
             )
         [device] = devices
-        itemsize = jnp.dtype(model.decoder.dtype).itemsize
+        itemsize = jnp.dtype(model.spec.dtype).itemsize
         num_pages, self.max_model_len = plan_pages(
             model.config, config, itemsize, free_memory(device), device.platform == "cpu"
         )
         self.scheduler = Scheduler(config, PagePool(num_pages, config.page_size))
         self.runner = ModelRunner(
-            dataclasses.replace(model.decoder, implementation=config.attention_implementation),
+            dataclasses.replace(model.spec, implementation=config.attention_implementation),
             model.params, config, num_pages=num_pages, max_model_len=self.max_model_len,
             stop_token_ids=frozenset(model.tokenizer.eos_token_ids), programs=programs,
         )  # fmt: skip

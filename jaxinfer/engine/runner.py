@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +18,9 @@ from jaxinfer.engine.batch import BatchShape, Buckets, build_batch
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import ScheduledStep
 from jaxinfer.engine.scoring import ScoredTokens, Scorer
-from jaxinfer.engine.step import EngineState, StepOutput, jit_step
-from jaxinfer.model.decoder import Decoder
+from jaxinfer.engine.state import EngineState, StepOutput
 from jaxinfer.model.params import Params
+from jaxinfer.model.spec import DecoderSpec
 from jaxinfer.sampling.rows import build_row, needs_row
 from jaxinfer.sampling.state import install_row
 
@@ -59,13 +60,13 @@ class ModelRunner:
     """The device side of the engine: one jitted, donated step per batch shape."""
 
     def __init__(
-        self, decoder: Decoder, params: Params, config: EngineConfig, *, num_pages: int, max_model_len: int,
+        self, decoder: DecoderSpec, params: Params, config: EngineConfig, *, num_pages: int, max_model_len: int,
         stop_token_ids: frozenset[int], programs: ProgramCache | None = None,
     ):  # fmt: skip
         """Allocates the KV cache and the sampler state.
 
         Args:
-            decoder: the model.
+            decoder: what makes the model; its modules are imported when a step has to be compiled.
             params: its parameters.
             config: limits.
             num_pages: pages of the cache, the null page included.
@@ -81,6 +82,7 @@ class ModelRunner:
         self._stop_token_ids = stop_token_ids
         self._dirty_slots: set[int] = set()
         self._compiled: dict[BatchShape, Any] = {}
+        self._lock = threading.Lock()
         self._warm = False
         self._masks: dict[int, jax.Array] = {}
         self._scorer = Scorer(decoder, params)
@@ -88,7 +90,7 @@ class ModelRunner:
             decoder, config.max_num_seqs, num_pages, config.page_size, stop_token_ids, on_demand=True
         )
         self._programs = programs
-        self._step = jit_step(decoder)
+        self._step: Any = None
 
     def install(self, request: Request) -> None:
         """Gives a request's slot the sampler row that its parameters need; nothing to do for most requests."""
@@ -154,15 +156,13 @@ class ModelRunner:
         steps, found = self.config.decode_steps, False
 
         def compile_step() -> Any:
-            return self._step.lower(shape, steps, *arguments).compile()
+            return self._jitted().lower(shape, steps, *arguments).compile()
 
         if self._programs is None:
             compiled = compile_step()
         else:
-            fields = (field.name for field in dataclasses.fields(self.decoder) if field.name not in ("parent", "name"))
-            decoder = {name: getattr(self.decoder, name) for name in fields}
             [device] = self.state.last_tokens.devices()
-            compiled, found = self._programs.get((decoder, shape, steps), arguments, device, compile_step)
+            compiled, found = self._programs.get((self.decoder, shape, steps), arguments, device, compile_step)
         self._compiled[shape] = compiled
         seconds = time.perf_counter() - start
         self.stats.num_compiled += not found
@@ -172,6 +172,14 @@ class ModelRunner:
             self.stats.num_after_warmup += 1
             log.warning("compiled %s after warm-up in %.1f s: this shape was not foreseen", shape, seconds)
         return compiled
+
+    def _jitted(self) -> Any:
+        from jaxinfer.engine import step  # with the decoder's modules, which need a third of a second
+
+        with self._lock:  # two shapes are compiled at a time, of one function
+            if self._step is None:
+                self._step = step.jit_step(self.decoder.build())
+            return self._step
 
     def _token_mask(self, scheduled: ScheduledStep, num_rows: int) -> jax.Array | np.ndarray:
         """Returns which tokens each row may sample; almost always all of them, from one array kept on the device."""
@@ -196,6 +204,6 @@ def _mask_without(banned: dict[int, Sequence[int]], num_rows: int, words: int) -
     return mask
 
 
-def _min_decode_rows(decoder: Decoder) -> int:
+def _min_decode_rows(decoder: DecoderSpec) -> int:
     """XLA's CPU dot with one row first converts a bfloat16 matrix to float32; from two rows on it does not."""
     return 2 if jax.default_backend() == "cpu" and decoder.dtype == jnp.bfloat16 else 1

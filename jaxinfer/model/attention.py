@@ -38,16 +38,16 @@ class Attention(nn.Module):
         """Returns f[T, D] and the layer's pages with this step's keys and values written."""
         c, T = self.config, x.shape[0]
 
-        def project(name: str, heads: int, axis: str) -> jax.Array:
-            y = Linear(heads * c.head_dim, (axis, "embed"), self.dtype, c.qkv_bias, self.activations, name=name)(x)
+        def project(name: str, heads: int) -> jax.Array:
+            y = Linear(heads * c.head_dim, self.dtype, c.qkv_bias, self.activations, name=name)(x)
             return y.reshape(T, heads, c.head_dim)
 
-        q = project("q", c.num_heads, "heads")
-        k = project("k", c.num_kv_heads, "kv_heads")
-        v = project("v", c.num_kv_heads, "kv_heads")
+        q = project("q", c.num_heads)
+        k = project("k", c.num_kv_heads)
+        v = project("v", c.num_kv_heads)
         if c.qk_norm:
-            q = RMSNorm(c.rms_norm_eps, self.dtype, "head_dim", name="q_norm")(q)
-            k = RMSNorm(c.rms_norm_eps, self.dtype, "head_dim", name="k_norm")(k)
+            q = RMSNorm(c.rms_norm_eps, self.dtype, name="q_norm")(q)
+            k = RMSNorm(c.rms_norm_eps, self.dtype, name="k_norm")(k)
         if self.use_rope:
             q = apply_rope(q, *rope)
         plain = "xla" if self.implementation == "reference" else None  # wanted for shapes, or as an oracle
@@ -60,5 +60,5 @@ class Attention(nn.Module):
             implementation=self.implementation,
         )  # fmt: skip
         out = out.reshape(T, c.num_heads * c.head_dim)
-        project_out = Linear(c.hidden_size, ("embed", "heads"), self.dtype, c.o_bias, self.activations, name="o")
+        project_out = Linear(c.hidden_size, self.dtype, c.o_bias, self.activations, name="o")
         return project_out(out), k_pages, v_pages

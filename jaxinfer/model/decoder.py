@@ -49,10 +49,10 @@ class DecoderLayer(nn.Module):
         attention = Attention(
             c, self.window, self.use_rope, self.dtype, self.implementation, self.activations, name="attention"
         )
-        y = RMSNorm(c.rms_norm_eps, self.dtype, "embed", name="attention_norm")(x)
+        y = RMSNorm(c.rms_norm_eps, self.dtype, name="attention_norm")(x)
         y, k_pages, v_pages = attention(y, rope, k_pages, v_pages, batch, schedule)
         x = x + y
-        y = RMSNorm(c.rms_norm_eps, self.dtype, "embed", name="mlp_norm")(x)
+        y = RMSNorm(c.rms_norm_eps, self.dtype, name="mlp_norm")(x)
         return x + MLP(c.intermediate_size, c.mlp_bias, self.dtype, self.activations, name="mlp")(y), k_pages, v_pages
 
 
@@ -82,7 +82,7 @@ class Decoder(nn.Module):
             layer(c, window, use_rope, self.dtype, self.implementation, self.activations)
             for window, use_rope in zip(c.layer_windows, c.layer_rope)
         ]
-        self.final_norm = RMSNorm(c.rms_norm_eps, self.dtype, "embed")
+        self.final_norm = RMSNorm(c.rms_norm_eps, self.dtype)
         if not c.tie_word_embeddings:
             self.lm_head = Embedding(c.vocab_size, c.hidden_size, self.dtype)
 

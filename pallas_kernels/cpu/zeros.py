@@ -10,7 +10,7 @@ from pallas_kernels.cpu.library import Library, require_cpu
 
 
 def zeros_on_demand(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Returns zeros on the default device; on a CPU with the C++ library their memory is taken page by page, as written.
+    """Returns zeros on the default device; on a CPU with the C++ library they take memory page by page, as written.
 
     That holds for an array that is only ever donated: a copy of it is as large as it looks.
     """
