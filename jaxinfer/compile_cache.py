@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 import platformdirs
 
 from pallas_kernels.cpu import Library, cpu_library
@@ -125,7 +124,7 @@ def _key(parts: tuple[Any, ...], arguments: Any, device: Any) -> str:
     shapes = [(leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", False)) for leaf in leaves]
     library = _library(device)
     made_of = (
-        parts, str(tree), shapes, _sources(), jax.__version__, jaxlib.__version__, metadata.version("flax"),
+        parts, str(tree), shapes, _sources(), jax.__version__, metadata.version("jaxlib"), metadata.version("flax"),
         (device.platform, device.device_kind, device.id, device.client.platform_version),
         (platform.machine(), sorted(cpu_flags())) if device.platform == "cpu" else None,
         None if library is None else library.path.name,  # which names source and compiler
