@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.model.batch import TokenBatch
-from jaxinfer.model.layers import Linear, RMSNorm
+from jaxinfer.model.layers import Linear, RMSNorm, project
 from jaxinfer.model.rope import apply_rope
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import Schedule, ragged_paged_attention
@@ -38,13 +38,10 @@ class Attention(nn.Module):
         """Returns f[T, D] and the layer's pages with this step's keys and values written."""
         c, T = self.config, x.shape[0]
 
-        def project(name: str, heads: int) -> jax.Array:
-            y = Linear(heads * c.head_dim, self.dtype, c.qkv_bias, self.activations, name=name)(x)
-            return y.reshape(T, heads, c.head_dim)
-
-        q = project("q", c.num_heads)
-        k = project("k", c.num_kv_heads)
-        v = project("v", c.num_kv_heads)
+        options = (self.dtype, c.qkv_bias, self.activations)
+        heads = {"q": c.num_heads, "k": c.num_kv_heads, "v": c.num_kv_heads}
+        layers = (Linear(n * c.head_dim, *options, name=name) for name, n in heads.items())
+        q, k, v = (y.reshape(T, -1, c.head_dim) for y in project(x, *layers))
         if c.qk_norm:
             q = RMSNorm(c.rms_norm_eps, self.dtype, name="q_norm")(q)
             k = RMSNorm(c.rms_norm_eps, self.dtype, name="k_norm")(k)
