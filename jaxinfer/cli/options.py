@@ -43,6 +43,8 @@ _MODEL = (
                  help="Pack the weights in 8 or 4 bits; by default as the file has them, expanded with none."),
     click.option("--activations", type=click.Choice(["int8"]),
                  help="Round what packed weights are multiplied with to 8 bits: faster prompts, less exact."),
+    click.option("--kv", "kv_dtype", default="auto", show_default=True,
+                 help="Precision of keys and values, such as int8, float8, bfloat16; or of each, as int8,bfloat16."),
     click.option("--max-model-len", type=int,
                  help=f"Tokens of prompt and answer together; by default the model's limit, at most {DEFAULT_LENGTH}."),
 )  # fmt: skip
@@ -90,8 +92,9 @@ def find_model(model: str) -> Path:
 
 
 def make_llm(
-    path: Path, dtype: str | None, quantize: str | None, activations: str | None, max_model_len: int | None
-) -> "LLM":
+    path: Path, dtype: str | None, quantize: str | None, activations: str | None, kv_dtype: str,
+    max_model_len: int | None,
+) -> "LLM":  # fmt: skip
     """Loads a model for one conversation at a time, with progress on standard error."""
     from jaxinfer.cli.progress import byte_progress
     from jaxinfer.llm import LLM
@@ -101,7 +104,7 @@ def make_llm(
         loaded = load(path, dtype=dtype, quantize=quantize, activations=activations, load_progress=progress)
     if max_model_len is None:
         max_model_len = min(loaded.config.max_position_embeddings, DEFAULT_LENGTH)
-    return LLM(loaded, max_num_seqs=1, max_model_len=max_model_len)
+    return LLM(loaded, max_num_seqs=1, max_model_len=max_model_len, kv_dtype=kv_dtype)
 
 
 def prepare(llm: "LLM", prompt: str) -> None:

@@ -81,7 +81,8 @@ class ModelRunner:
         self._warm = False
         self._masks: dict[int, jax.Array] = {}
         self._scorer = Scorer(decoder, params)
-        self.state = EngineState.init(decoder, config.max_num_seqs, num_pages, config.page_size, stop_token_ids)
+        kv = config.kv_spec(jnp.dtype(decoder.dtype))
+        self.state = EngineState.init(decoder, config.max_num_seqs, num_pages, config.page_size, kv, stop_token_ids)
         self._step = jit_step(decoder)
 
     def install(self, request: Request) -> None:

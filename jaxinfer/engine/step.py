@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.engine.batch import BatchShape, StepBatch
+from jaxinfer.kv_spec import KVSpec
 from jaxinfer.model.batch import decode_batch
 from jaxinfer.model.decoder import Decoder, forward, head_logits
 from jaxinfer.model.kv_cache import KVCache
@@ -34,11 +35,12 @@ class EngineState:
 
     @classmethod
     def init(
-        cls, decoder: Decoder, num_slots: int, num_pages: int, page_size: int, stop_token_ids: Collection[int]
-    ) -> "EngineState":
+        cls, decoder: Decoder, num_slots: int, num_pages: int, page_size: int, kv: KVSpec,
+        stop_token_ids: Collection[int],
+    ) -> "EngineState":  # fmt: skip
         """Returns the state of an idle engine with R = `num_slots`; under `jax.eval_shape`, its shapes alone."""
         return cls(
-            cache=KVCache.init(decoder.config, num_pages, page_size, decoder.dtype),
+            cache=KVCache.init(decoder.config, num_pages, page_size, kv),
             sampler=init_state(num_slots, decoder.config.vocab_size, stop_token_ids),
             last_tokens=jnp.zeros(num_slots, jnp.int32),
         )

@@ -63,7 +63,7 @@ class Decoder(nn.Module):
 
     Attributes:
         config: shape and options.
-        dtype: of activations and KV cache, and of weights that are not packed.
+        dtype: of activations, of a KV cache whose precision is "auto", and of weights that are not packed.
         implementation: of attention; None for the fastest that accepts.
         activations: how products with packed weights treat their input: "int8" rounds it first, None does not.
     """

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.config import ModelConfig
+from jaxinfer.kv_spec import KVSpec
 from jaxinfer.model.batch import TokenBatch
 from jaxinfer.model.decoder import Decoder
 from jaxinfer.model.kv_cache import KVCache
@@ -42,7 +43,7 @@ def _init(config: ModelConfig, dtype: Any, seed: int) -> Params:
     batch = TokenBatch(one, one, one, one[None], row, jnp.arange(2, dtype=jnp.int32), row[0])
 
     def everything(decoder: Decoder) -> jax.Array:
-        hidden, _ = decoder(KVCache.init(config, 1, 1, dtype), batch)
+        hidden, _ = decoder(KVCache.init(config, 1, 1, KVSpec.parse("auto", jnp.dtype(dtype))), batch)
         return decoder.logits(hidden)
 
     decoder = Decoder(config, dtype, "reference")

@@ -75,7 +75,9 @@ def _start(config: ModelConfig, sizes: _Sizes) -> tuple[Scheduler, ModelRunner]:
     engine = EngineConfig(
         seed=0, max_num_seqs=rows, max_num_batched_tokens=sizes.chunk, max_model_len=2 * max(sizes.prefill, 64)
     )
-    pages, length = plan_pages(config, engine, 2, free_memory(device), device.platform == "cpu")
+    pages, length = plan_pages(
+        config, engine, engine.kv_spec("bfloat16"), free_memory(device), device.platform == "cpu"
+    )
     runner = ModelRunner(
         Decoder(config, jnp.dtype(jnp.bfloat16)), params, engine, num_pages=pages, max_model_len=length,
         stop_token_ids=frozenset(),
