@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from jaxinfer.kv_spec import KVSpec
+from jaxinfer.kv_spec import GROUP, KVSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,8 @@ class EngineConfig:
         page_size: tokens of a KV page.
         num_pages: pages of the pool, the null page included; None fits them into `memory_fraction` of what is free.
         kv_dtype: precision of the KV cache: "auto" (the decoder's), "float32", "bfloat16", "float16", "float8" or
-            "int8" (with a scale for each token and head), or two of these as "K,V" for keys and values apart.
+            "int8" (with a scale for each token and head), "int4" or "int2" (in KIVI's way, a page at a time, which
+            must be a multiple of 32 tokens), or two of these as "K,V" for keys and values apart.
         memory_fraction: share of the device memory that is free after the weights, to be used for KV pages.
         policy: "fcfs" (first come, first served) or "priority" (lower value first, then arrival).
         decode_steps: most decode steps of one dispatch, taken only when no request waits.
@@ -145,7 +146,11 @@ class EngineConfig:
             )
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
-        self.kv_spec("float32")
+        if self.kv_spec("float32").open and self.page_size % GROUP:
+            raise ValueError(
+                f"kv_dtype={self.kv_dtype!r} quantizes a page at a time, so that page_size must be a multiple of "
+                f"{GROUP}, such as 64, got {self.page_size}"
+            )
         if self.policy not in ("fcfs", "priority"):
             raise ValueError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
         if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):

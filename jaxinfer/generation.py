@@ -114,8 +114,9 @@ def generate(
     kv = KVSpec.parse(kv_dtype, jnp.dtype(decoder.dtype))
     pages_per_row = -(-(T + max_new_tokens) // PAGE_SIZE)
     page_indices = 1 + jnp.arange(B * pages_per_row, dtype=jnp.int32).reshape(B, pages_per_row)
-    cache = KVCache.init(decoder.config, 1 + B * pages_per_row, PAGE_SIZE, kv)
-    batch = _prefill_batch(tokens, lens, page_indices)
+    cache = KVCache.init(decoder.config, 1 + B * pages_per_row, PAGE_SIZE, kv, num_slots=B)
+    rows_in_order = jnp.arange(B, dtype=jnp.int32)
+    batch = dataclasses.replace(_prefill_batch(tokens, lens, page_indices), slots=rows_in_order)
     hidden, cache = forward(decoder, params, cache, batch)
     hidden = hidden[batch.cu_q_lens[1:] - 1]
     stops = jnp.asarray(stop_token_ids, jnp.int32)
@@ -128,7 +129,7 @@ def generate(
         out = _append(out, step, active, sampled, logits, pad_token_id)
         active &= ~jnp.any(sampled[:, None] == stops[None, :], axis=1)
         # The pass after the last token is not needed; leaving it out would compile the sampler twice.
-        batch = decode_batch(sampled, lens + step, page_indices, active, PAGE_SIZE)
+        batch = decode_batch(sampled, lens + step, page_indices, active, PAGE_SIZE, rows_in_order)
         hidden, cache = forward(decoder, params, cache, batch)
         return step + 1, active, hidden, cache, out
 

@@ -22,7 +22,7 @@ class NaiveLoop:
     def __init__(self, model, max_len, kv_dtype="auto"):
         self.model = model
         self.max_len = max_len
-        kv = KVSpec.parse(kv_dtype, model.decoder.dtype)
+        kv = KVSpec.parse(kv_dtype, jnp.dtype(model.decoder.dtype))
         decoder = Decoder(model.config, model.decoder.dtype, "reference")
 
         @jax.jit

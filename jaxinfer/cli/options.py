@@ -97,6 +97,7 @@ def make_llm(
 ) -> "LLM":  # fmt: skip
     """Loads a model for one conversation at a time, with progress on standard error."""
     from jaxinfer.cli.progress import byte_progress
+    from jaxinfer.kv_spec import KVSpec
     from jaxinfer.llm import LLM
     from jaxinfer.loading import load
 
@@ -104,7 +105,8 @@ def make_llm(
         loaded = load(path, dtype=dtype, quantize=quantize, activations=activations, load_progress=progress)
     if max_model_len is None:
         max_model_len = min(loaded.config.max_position_embeddings, DEFAULT_LENGTH)
-    return LLM(loaded, max_num_seqs=1, max_model_len=max_model_len, kv_dtype=kv_dtype)
+    page_size = KVSpec.parse(kv_dtype, "float32").page_size
+    return LLM(loaded, max_num_seqs=1, max_model_len=max_model_len, kv_dtype=kv_dtype, page_size=page_size)
 
 
 def prepare(llm: "LLM", prompt: str) -> None:

@@ -54,8 +54,10 @@ def plan_pages(model: ModelConfig, config: EngineConfig, kv: KVSpec, free: int, 
     if num_pages is None:
         page_bytes = kv.page_bytes(model, config.page_size)
         budget = int((free - workspace_bytes(model, config)) * config.memory_fraction)
+        open_bytes = (1 + config.max_num_seqs) * kv.open_bytes(model, config.page_size)
         if is_cpu:
-            budget = min(budget, CPU_CACHE_LIMIT)
+            budget = min(budget, CPU_CACHE_LIMIT + open_bytes)
+        budget -= open_bytes
         full = 1 + config.max_num_seqs * -(-wanted // config.page_size)
         num_pages = min(full, budget // page_bytes)
         if num_pages < 2:

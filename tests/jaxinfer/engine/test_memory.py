@@ -1,3 +1,4 @@
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -34,20 +35,35 @@ LLAMA3_8B = model(kv_heads=8, length=8192, vocab=128256, mlp=14336)
         (LLAMA3_8B, "int8", 66 * KiB),  # an f32 scale for 128 values
         (LLAMA3_8B, "int8,bfloat16", 97 * KiB),
         (LLAMA3_8B, "float32,float8", 161 * KiB),
+        (LLAMA3_8B, "int4", 38 * KiB),  # of 64 tokens: a scale and a zero for 64 keys, and for 128 values
+        (LLAMA3_8B, "int4,int2", 30 * KiB),
     ],
 )
 def test_bytes_per_token_are_those_of_the_arrays(config, kv_dtype, size):
     kv = KVSpec.parse(kv_dtype, "float32")
+    page = kv.page_size
     assert kv.bytes_per_token(config) == size
-    assert kv.page_bytes(config, 16) == 16 * size
-    cache = jax.eval_shape(lambda: KVCache.init(config, 5, 16, kv))
-    assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) == 5 * 16 * size
+    assert kv.page_bytes(config, page) == page * size
+    cache = jax.eval_shape(lambda: KVCache.init(config, 5, page, kv, num_slots=3))
+    allocated = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert allocated == 5 * page * size + 4 * kv.open_bytes(config, page)
 
 
 def test_kv_dtype_is_read_as_it_is_written():
     assert KVSpec.parse("auto", "bfloat16") == KVSpec("bfloat16", "bfloat16")
     assert KVSpec.parse("int8, auto", jnp.dtype(jnp.float32)) == KVSpec("int8", "float32")
     assert [str(KVSpec.parse(text, "float32")) for text in ("int8", "float8,bfloat16")] == ["int8", "float8,bfloat16"]
+
+
+def test_open_pages_are_counted_and_need_whole_groups():
+    config = EngineConfig(kv_dtype="int4", page_size=64, max_num_seqs=3)
+    kv = config.kv_spec("bfloat16")
+    assert kv.open_bytes(LLAMA3_8B, 64) == 64 * BF16.bytes_per_token(LLAMA3_8B)
+    free = workspace_bytes(LLAMA3_8B, config) + 4 * GiB
+    num_pages, _ = plan_pages(LLAMA3_8B, dataclasses.replace(config, memory_fraction=1), kv, free, False)
+    assert num_pages == (4 * GiB - 4 * kv.open_bytes(LLAMA3_8B, 64)) // (64 * 38 * KiB)
+    with pytest.raises(ValueError, match="page_size must be a multiple of 32, such as 64, got 16"):
+        EngineConfig(kv_dtype="int8,int2")
 
 
 @pytest.mark.parametrize("kv_dtype", ["int3", "int8,", "int8,int8,int8", "", None])
