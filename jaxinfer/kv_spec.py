@@ -1,12 +1,20 @@
 """`KVSpec`: how keys and values are stored, and the bytes that takes. Imports no jax."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from jaxinfer.config import ModelConfig
+from typing import Any, Protocol
 
 GROUP = 32  # the page size must be a multiple of it where keys have a scale for each channel of a page
+
+
+class CacheShape(Protocol):
+    """What `ModelConfig` says of a cache."""
+
+    @property
+    def num_layers(self) -> int: ...  # noqa: D102
+    @property
+    def num_kv_heads(self) -> int: ...  # noqa: D102
+    @property
+    def head_dim(self) -> int: ...  # noqa: D102
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,18 +97,18 @@ class KVSpec:
         """Tokens of a page that suit this precision, where nobody says otherwise."""
         return 16 if self.open is None else 2 * GROUP
 
-    def page_bytes(self, model: "ModelConfig", page_size: int) -> int:
+    def page_bytes(self, model: CacheShape, page_size: int) -> int:
         """Returns the bytes of one page of keys and values in all layers, scales included."""
         k = FORMATS[self.k].bytes(model.head_dim, page_size, is_key=True)
         v = FORMATS[self.v].bytes(model.head_dim, page_size, is_key=False)
         return model.num_layers * model.num_kv_heads * (k + v)
 
-    def bytes_per_token(self, model: "ModelConfig", page_size: int | None = None) -> int:
+    def bytes_per_token(self, model: CacheShape, page_size: int | None = None) -> int:
         """Returns the bytes of one token of a full page in all layers, scales included."""
         size = page_size or self.page_size
         return -(-self.page_bytes(model, size) // size)
 
-    def open_bytes(self, model: "ModelConfig", page_size: int) -> int:
+    def open_bytes(self, model: CacheShape, page_size: int) -> int:
         """Returns the bytes of a row's open page in all layers."""
         return 0 if self.open is None else KVSpec(self.open, self.open).page_bytes(model, page_size)
 
