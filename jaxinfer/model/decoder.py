@@ -51,10 +51,11 @@ class DecoderLayer(nn.Module):
             c, self.window, self.use_rope, self.dtype, self.implementation, self.activations, name="attention"
         )
         y = RMSNorm(c.rms_norm_eps, self.dtype, "embed", name="attention_norm")(x)
-        y, *cache = attention(y, rope, k_pages, v_pages, open_pages, batch, schedule, plan)
+        y, k_pages, v_pages, open_pages = attention(y, rope, k_pages, v_pages, open_pages, batch, schedule, plan)
         x = x + y
         y = RMSNorm(c.rms_norm_eps, self.dtype, "embed", name="mlp_norm")(x)
-        return x + MLP(c.intermediate_size, c.mlp_bias, self.dtype, self.activations, name="mlp")(y), *cache
+        mlp = MLP(c.intermediate_size, c.mlp_bias, self.dtype, self.activations, name="mlp")
+        return x + mlp(y), k_pages, v_pages, open_pages
 
 
 class Decoder(nn.Module):

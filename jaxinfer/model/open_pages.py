@@ -123,28 +123,28 @@ def attend(
     page_size, num_open = open_pages[0].shape[2], open_pages[0].shape[1]
     if plan.num_extra:
         open_pages = _map(lambda x: jnp.pad(x, ((0, 0), (0, plan.num_extra), (0, 0), (0, 0))), open_pages)
-    open_pages = write_kv(*open_pages, k, v, plan.slots, rope=rope, implementation=write_implementation)  # pyright: ignore[reportAssignmentType]
+    opened: Any = write_kv(*open_pages, k, v, plan.slots, rope=rope, implementation=write_implementation)
 
     def pack(i: jax.Array, pages: Any) -> Any:
         return tuple(
-            _put(x, lax.dynamic_slice_in_dim(opened, plan.full[i], 1, axis=1), plan.destinations[i][None])
-            for x, opened in zip(pages, open_pages)
+            _put(x, lax.dynamic_slice_in_dim(new, plan.full[i], 1, axis=1), plan.destinations[i][None])
+            for x, new in zip(pages, opened)
         )
 
     pages = lax.fori_loop(0, plan.num_full, pack, pages)  # as many turns as there are full pages: seldom any
     view, before_own_page = packed_view(batch, page_size, window)
     options: dict[str, Any] = {"scale": scale, "sliding_window": window, "implementation": implementation}
     before = ragged_paged_attention(
-        q, *pages, view.page_indices, view.kv_lens, view.cu_q_lens, view.num_decode_rows, schedule=schedule,
+        q, pages[0], pages[1], view.page_indices, view.kv_lens, view.cu_q_lens, view.num_decode_rows, schedule=schedule,
         before_own_page=before_own_page, return_lse=True, **options,
     )  # fmt: skip
     own = ragged_paged_attention(
-        q, *open_pages, plan.page_indices, plan.kv_lens, plan.cu_q_lens, batch.num_decode_rows,
+        q, opened[0], opened[1], plan.page_indices, plan.kv_lens, plan.cu_q_lens, batch.num_decode_rows,
         schedule=plan.schedule, return_lse=True, **options,
     )  # fmt: skip
     if plan.last is not None:
-        open_pages = _map(lambda x: x[:, :num_open].at[:, plan.owners].set(x[:, plan.last]), open_pages)
-    return _join(before, own), pages, open_pages
+        opened = _map(lambda x: x[:, :num_open].at[:, plan.owners].set(x[:, plan.last]), opened)
+    return _join(before, own), pages, opened
 
 
 def _map(function: Any, pair: Any) -> Any:
