@@ -69,6 +69,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in ("dtype", "quantize", "activations"):
         parser.add_argument(f"--{name}", help="as load has it")
+    parser.add_argument("--kv", default="auto", help="precision of keys and values")
     args = parser.parse_args()
 
     workloads = read_workloads(args.workloads, args.workload_model, args.limit)
@@ -77,6 +78,7 @@ def main() -> None:
         args.model, dtype=args.dtype, quantize=args.quantize, activations=args.activations,
         compile_cache=not args.no_compile_cache, max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens, decode_steps=args.decode_steps, page_size=args.page_size,
+        kv_dtype=args.kv,
     )  # fmt: skip
     loaded = time.perf_counter()
     run(llm, [BenchRequest(workloads["W1"][0].prompt, 1)])

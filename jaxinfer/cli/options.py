@@ -46,6 +46,8 @@ _MODEL = (
     click.option("--activations", type=click.Choice(["float32", "int16", "int8"]),
                  help="What packed weights are multiplied with; by default int16 on CPU, float32 elsewhere. int8 is "
                       "faster and less exact."),
+    click.option("--kv", "kv_dtype", default="auto", show_default=True,
+                 help="Precision of keys and values, such as int8, float8, bfloat16; or of each, as int8,bfloat16."),
     click.option("--max-model-len", type=int,
                  help=f"Tokens of prompt and answer together; by default the model's limit, at most {DEFAULT_LENGTH}."),
 )  # fmt: skip
@@ -104,10 +106,12 @@ def find_model(model: str) -> Path:
 
 
 def make_llm(
-    path: Path, dtype: str | None, quantize: str | None, activations: str | None, max_model_len: int | None
-) -> "LLM":
+    path: Path, dtype: str | None, quantize: str | None, activations: str | None, kv_dtype: str,
+    max_model_len: int | None,
+) -> "LLM":  # fmt: skip
     """Loads a model for one conversation at a time, with progress on standard error."""
     from jaxinfer.cli.progress import byte_progress
+    from jaxinfer.kv_spec import KVSpec
     from jaxinfer.llm import LLM
     from jaxinfer.loading import load
 
@@ -115,7 +119,8 @@ def make_llm(
         loaded = load(path, dtype=dtype, quantize=quantize, activations=activations, load_progress=progress)
     if max_model_len is None:
         max_model_len = min(loaded.config.max_position_embeddings, DEFAULT_LENGTH)
-    return LLM(loaded, max_num_seqs=1, max_model_len=max_model_len)
+    page_size = KVSpec.parse(kv_dtype, "float32").page_size
+    return LLM(loaded, max_num_seqs=1, max_model_len=max_model_len, kv_dtype=kv_dtype, page_size=page_size)
 
 
 def prepare(llm: "LLM", prompt: str) -> None:

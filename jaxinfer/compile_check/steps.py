@@ -54,7 +54,7 @@ def engine_steps(plan: Plan, mesh: Any, num_pages: int) -> Iterator[AbstractStep
     params, axes = abstract_params(config, decoder.dtype)
     params = jax.tree.map(_placed, params, tree_shardings(params, axes, mesh, AxisRules()))
     state = jax.eval_shape(
-        lambda: EngineState.init(decoder, engine.max_num_seqs, num_pages, engine.page_size, frozenset())
+        lambda: EngineState.init(decoder, engine.max_num_seqs, num_pages, engine.page_size, plan.kv, frozenset())
     )
     everywhere, by_head = (NamedSharding(mesh, PartitionSpec(*split)) for split in ((), ("model",)))
     state = dataclasses.replace(_place(state, everywhere), cache=_place(state.cache, by_head))
@@ -84,7 +84,7 @@ def fit_pages(plan: Plan) -> int:
             f"the weights do not fit: {weights / 2**30:.1f} GiB a device, {device.name} has {usable / 2**30:.1f} GiB "
             f"that jax can use; use more devices (--mesh model={2 * n}) or a smaller model"
         )
-    pages, _ = plan_pages(plan.model, plan.engine, plan.itemsize, (usable - weights) * n, is_cpu=False)
+    pages, _ = plan_pages(plan.model, plan.engine, plan.kv, (usable - weights) * n, is_cpu=False)
     return pages
 
 

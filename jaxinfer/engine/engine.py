@@ -86,9 +86,9 @@ class Engine:
                 " jaxinfer.generate, which works on any mesh"
             )
         [device] = devices
-        itemsize = jnp.dtype(model.spec.dtype).itemsize
+        kv = config.kv_spec(jnp.dtype(model.spec.dtype))
         num_pages, self.max_model_len = plan_pages(
-            model.config, config, itemsize, free_memory(device), device.platform == "cpu"
+            model.config, config, kv, free_memory(device), device.platform == "cpu"
         )
         self.scheduler = Scheduler(config, PagePool(num_pages, config.page_size))
         self.runner = ModelRunner(

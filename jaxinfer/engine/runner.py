@@ -89,8 +89,9 @@ class ModelRunner:
         self._warm = False
         self._masks: dict[int, jax.Array] = {}
         self._scorer = Scorer(decoder, params)
+        kv = config.kv_spec(jnp.dtype(decoder.dtype))
         self.state = EngineState.init(
-            decoder, config.max_num_seqs, num_pages, config.page_size, stop_token_ids, on_demand=True
+            decoder, config.max_num_seqs, num_pages, config.page_size, kv, stop_token_ids, on_demand=True
         )
         self._programs = programs
         self._step: Any = None
@@ -113,8 +114,8 @@ class ModelRunner:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all KV pages, as allocated."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state.cache))
+        """Bytes of all KV pages of the pool, as allocated."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.state.cache.k_pages, self.state.cache.v_pages)))
 
     def dispatch(self, scheduled: ScheduledStep) -> PendingStep:
         """Enqueues a step, with the page copies that come before it, and returns at once."""
@@ -166,7 +167,10 @@ class ModelRunner:
         size = next(rows for rows in self.buckets.ragged_rows if rows >= len(copies))
         pages = np.full((2, size), NULL_PAGE, np.int32)
         pages[:, : len(copies)] = np.transpose(copies)
-        self.state = dataclasses.replace(self.state, cache=self._copy_pages(self.state.cache, *pages))
+        cache = self.state.cache
+        k_pages, v_pages = self._copy_pages((cache.k_pages, cache.v_pages), *pages)
+        cache = dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages)
+        self.state = dataclasses.replace(self.state, cache=cache)
 
     def _compile(self, shape: BatchShape) -> Any:
         if shape in self._compiled:

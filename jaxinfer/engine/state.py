@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.kv_spec import KVSpec
 from jaxinfer.model.kv_cache import KVCache
 from jaxinfer.model.spec import DecoderSpec
 from jaxinfer.sampling.state import SamplerState, init_state
@@ -24,8 +25,8 @@ class EngineState:
 
     @classmethod
     def init(
-        cls, decoder: DecoderSpec, num_slots: int, num_pages: int, page_size: int, stop_token_ids: Collection[int],
-        *, on_demand: bool = False,
+        cls, decoder: DecoderSpec, num_slots: int, num_pages: int, page_size: int, kv: KVSpec,
+        stop_token_ids: Collection[int], *, on_demand: bool = False,
     ) -> "EngineState":  # fmt: skip
         """Returns the state of an idle engine with R = `num_slots`; under `jax.eval_shape`, its shapes alone.
 
@@ -33,7 +34,7 @@ class EngineState:
         """
 
         def zero_pages() -> KVCache:
-            return KVCache.init(decoder.config, num_pages, page_size, decoder.dtype)
+            return KVCache.init(decoder.config, num_pages, page_size, kv, num_slots=num_slots)
 
         return cls(
             cache=_zeros_on_demand(jax.eval_shape(zero_pages)) if on_demand else zero_pages(),

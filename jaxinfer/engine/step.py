@@ -56,7 +56,7 @@ def decode_steps(
 ) -> tuple[EngineState, StepOutput]:
     """Runs up to `max_steps` decode steps, fewer when every row has its `num_samples` tokens or has stopped."""
     S, D = batch.logits_indices.shape[0], decoder.config.hidden_size
-    page_size = state.cache.k_pages[0].shape[2]
+    page_size, slots = state.cache.page_size, batch.tokens.slots
     first_positions = batch.tokens.positions
     output = StepOutput(jnp.full((max_steps, S), -1, jnp.int32), jnp.zeros((max_steps, S, D), decoder.dtype))
     token_ids = _known_tokens(batch.tokens.token_ids, state.last_tokens, batch.sampling.slots)
@@ -67,7 +67,7 @@ def decode_steps(
     def body(carry: tuple) -> tuple:
         step, token_ids, stopped, state, output = carry
         active = is_active(step, stopped)
-        tokens = decode_batch(token_ids, first_positions + step, batch.tokens.page_indices, active, page_size)
+        tokens = decode_batch(token_ids, first_positions + step, batch.tokens.page_indices, active, page_size, slots)
         hidden, cache = forward(decoder, params, state.cache, tokens)
         state = dataclasses.replace(state, cache=cache)
         rows = dataclasses.replace(batch.sampling, positions=batch.sampling.positions + step, active=active)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from checkpoints.trees import unflatten
 from jaxinfer.config import ModelConfig
+from jaxinfer.kv_spec import KVSpec
 
 Params = dict[str, Any]  # nested; leaves are arrays, or their ShapeDtypeStructs
 
@@ -64,7 +65,7 @@ def random_params(config: ModelConfig, dtype: Any = jnp.float32, seed: int = 0) 
     batch = TokenBatch(one, one, one, one[None], row, jnp.arange(2, dtype=jnp.int32), row[0])
 
     def everything(decoder: Decoder) -> jax.Array:
-        hidden, _ = decoder(KVCache.init(config, 1, 1, dtype), batch)
+        hidden, _ = decoder(KVCache.init(config, 1, 1, KVSpec.parse("auto", jnp.dtype(dtype))), batch)
         return decoder.logits(hidden)
 
     decoder = Decoder(config, dtype, "reference")

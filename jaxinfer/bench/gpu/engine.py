@@ -79,7 +79,9 @@ def _start(config: ModelConfig, sizes: _Sizes) -> tuple[Scheduler, ModelRunner]:
         max_model_len=2 * max(sizes.prefill, 64),
         prefix_cache=False,  # a prompt measured twice is computed twice
     )
-    pages, length = plan_pages(config, engine, 2, free_memory(device), device.platform == "cpu")
+    pages, length = plan_pages(
+        config, engine, engine.kv_spec("bfloat16"), free_memory(device), device.platform == "cpu"
+    )
     runner = ModelRunner(
         DecoderSpec(config, jnp.dtype(jnp.bfloat16)), params, engine, num_pages=pages, max_model_len=length,
         stop_token_ids=frozenset(),

@@ -7,6 +7,7 @@ import pytest
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
+from jaxinfer.kv_spec import KVSpec
 from jaxinfer.sampling.params import SamplingParams
 from tests.jaxinfer.conftest import MAX_LEN
 
@@ -163,8 +164,7 @@ def test_stats_of_pages(model):
     assert (stats.num_used_pages, stats.num_shared_pages, stats.num_cached_pages) == (4, 2, 0)
     tokens = 22 + 1 + 17 + 1  # each with one in flight
     assert stats.kv_waste == (3 * 8 + 3 * 8 - tokens) / (4 * 8)
-    itemsize = 4
-    assert stats.kv_bytes_per_token == model.config.kv_bytes_per_token(itemsize)
+    assert stats.kv_bytes_per_token == KVSpec("float32", "float32").bytes_per_token(model.config)
     assert stats.prefix_cache.num_hit_tokens == 16
     finish(engine, "0", "1")
     stats = engine.stats()
