@@ -3,6 +3,8 @@
 import click
 
 from jaxinfer.cli.bench.accuracy import accuracy
+from jaxinfer.cli.bench.speed import latency, throughput
+from jaxinfer.cli.bench.startup import startup
 from jaxinfer.cli.options import debug_option
 
 
@@ -11,5 +13,5 @@ def bench() -> None:
     """Measure speed, start-up and accuracy, and compare with other engines."""
 
 
-for command in (accuracy,):
+for command in (latency, throughput, startup, accuracy):
     bench.add_command(debug_option(command))
