@@ -18,6 +18,10 @@ class Roofline:
     flop_s: float
     byte_s: float
 
+    def best(self, other: "Roofline") -> "Roofline":
+        """Returns the higher of two measurements of each limit."""
+        return Roofline(max(self.flop_s, other.flop_s), max(self.byte_s, other.byte_s))
+
     def seconds(self, flops: float, num_bytes: float) -> float:
         """Returns the least time for so much work."""
         return max(flops / self.flop_s, num_bytes / self.byte_s)

@@ -78,7 +78,9 @@ def accuracy(
     for name, options in parsed.items():
         llm = make_llm(path, {"max_num_seqs": 1} | options)
         for corpus, states in hidden(llm, name).items():
-            results[corpus][name] = compare(base.model, reference_hidden[corpus], llm.model, states, corpora[corpus])
+            row = compare(base.model, reference_hidden[corpus], llm.model, states, corpora[corpus])
+            results[corpus][name] = row
+            click.echo(f"{name}: {corpus}: perplexity {100 * row.perplexity_change:+.3f} %", err=True)
         del llm  # before the next is loaded
     for corpus, rows in results.items():
         click.echo(f"\n{model} against {reference}, {corpus}: {next(iter(rows.values())).positions:,} positions\n")

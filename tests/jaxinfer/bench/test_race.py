@@ -112,6 +112,7 @@ def test_decoding_is_counted_after_the_last_first_token(llm):
 def test_roofline_is_the_slower_of_arithmetic_and_memory():
     assert Roofline(10.0, 100.0).seconds(50, 100) == 5.0
     assert Roofline(10.0, 100.0).seconds(5, 400) == 4.0
+    assert Roofline(1.0, 4.0).best(Roofline(3.0, 2.0)) == Roofline(3.0, 4.0)
     measured = measure_roofline(size=64, read_mib=1, repeats=1)
     assert measured.flop_s > 0
     assert measured.byte_s > 0
