@@ -124,7 +124,7 @@ def _run(engine: Engine, token_ids: list[int]) -> np.ndarray:
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
     scheduler, runner = engine.scheduler, engine.runner
     [request] = make_requests(
-        engine.model, "passage", token_ids, params, 0, engine.max_model_len, np.random.default_rng(0)
+        engine.model, "passage", token_ids, params, 0, None, engine.max_model_len, np.random.default_rng(0)
     )
     scheduler.add(request)
     chunks = []

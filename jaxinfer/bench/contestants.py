@@ -42,11 +42,12 @@ class Ours:
         self.llm = llm
 
     def run(self, requests: Sequence[BenchRequest]) -> list[Trace]:
-        """Steps the engine until all requests have ended.
+        """Steps the engine until all requests have ended; nothing is cached from the run before.
 
         A token's time is the moment when the `CompletionChunk` that holds it comes back from `Engine.step`: tokens
         of one dispatch of several decode steps arrive together.
         """
+        self.llm.reset_prefix_cache()
         engine, traces = self.llm.engine, {}
         for i, request in enumerate(requests):
             params = SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)

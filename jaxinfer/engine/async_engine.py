@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from jaxinfer.engine.engine import Engine, EngineStats
@@ -51,23 +51,45 @@ class AsyncEngine:
         self._calls.put(lambda: None)
         self._thread.join()
 
-    async def generate(
+    def generate(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
-    ) -> AsyncIterator[CompletionChunk]:
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[CompletionChunk]:
         """Yields the completions of a prompt, chunk by chunk; arguments as for `Engine.add_request`.
 
         Raises:
             ValueError: the prompt or a parameter is not valid.
             RuntimeError: the engine has failed or was stopped.
         """
+
+        def add(new_id: str) -> None:
+            self._engine.add_request(new_id, prompt, params, priority=priority, cache_salt=cache_salt)
+
+        return self._stream(add, request_id)
+
+    def fork(
+        self, source_id: str, params: SamplingParams | None = None, *, request_id: str | None = None, index: int = 0
+    ) -> AsyncGenerator[CompletionChunk]:
+        """Yields what a fork of the request `source_id` generates; arguments and errors as for `Engine.fork`.
+
+        The fork is made when its first chunk is asked for.
+        """
+
+        def add(new_id: str) -> None:
+            self._engine.fork(source_id, new_id, params, index=index)
+
+        return self._stream(add, request_id)
+
+    async def _stream(self, add: Callable[[str], None], request_id: str | None) -> AsyncGenerator[CompletionChunk]:
+        """Yields the chunks of a request that `add` queues under the id that it is given."""
         request_id = request_id if request_id is not None else f"async-{next(self._ids)}"
         stream = (asyncio.get_running_loop(), asyncio.Queue())
-        await self._call(lambda: self._add(request_id, stream, prompt, params, priority))
+        await self._call(lambda: self._add(request_id, stream, add))
         try:
             while True:
                 item = await stream[1].get()
@@ -104,10 +126,8 @@ class AsyncEngine:
         self._calls.put(run)
         return await future
 
-    def _add(
-        self, request_id: str, stream: tuple, prompt: str | Sequence[int], params: SamplingParams | None, priority: int
-    ) -> None:
-        self._engine.add_request(request_id, prompt, params, priority=priority)
+    def _add(self, request_id: str, stream: tuple, add: Callable[[str], None]) -> None:
+        add(request_id)
         self._streams[request_id] = stream
 
     def _end(self, request_id: str, stream: tuple) -> None:
