@@ -6,6 +6,7 @@ import traceback
 import click
 
 from jaxinfer import __version__
+from jaxinfer.cli.bench import bench
 from jaxinfer.cli.chat import chat
 from jaxinfer.cli.compile_check import compile_check
 from jaxinfer.cli.info import info
@@ -24,7 +25,7 @@ def app() -> None:
     """LLM inference in pure-functional JAX."""
 
 
-for command in (run, chat, pull, info, compile_check):
+for command in (run, chat, pull, info, compile_check, bench):
     app.add_command(debug_option(command))
 
 
