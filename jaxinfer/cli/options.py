@@ -34,15 +34,19 @@ debug_option = click.option(
     "--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Show the traceback of an error."
 )
 
-_MODEL = (
-    click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True,
-                 help="A known name, a GGUF file, a model directory, or a hub id."),
+_WEIGHTS = (
     click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
                  help="Precision; by default float32 on CPU, bfloat16 elsewhere."),
     click.option("--quantize", type=click.Choice(["none", "int8", "int4"]),
                  help="Pack the weights in 8 or 4 bits; by default as the file has them, expanded with none."),
     click.option("--activations", type=click.Choice(["int8"]),
                  help="Round what packed weights are multiplied with to 8 bits: faster prompts, less exact."),
+)  # fmt: skip
+
+_MODEL = (
+    click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True,
+                 help="A known name, a GGUF file, a model directory, or a hub id."),
+    *_WEIGHTS,
     click.option("--max-model-len", type=int,
                  help=f"Tokens of prompt and answer together; by default the model's limit, at most {DEFAULT_LENGTH}."),
 )  # fmt: skip
@@ -67,6 +71,11 @@ _SAMPLING = (
 def model_options(command: Command) -> Command:
     """Adds the options that choose the model."""
     return _apply(command, _MODEL)
+
+
+def weight_options(command: Command) -> Command:
+    """Adds the options that choose the precision of the model."""
+    return _apply(command, _WEIGHTS)
 
 
 def sampling_options(command: Command) -> Command:

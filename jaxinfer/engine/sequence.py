@@ -59,7 +59,7 @@ class Sequence:
         text, self._prefix = self._prefix + text, ""
         return CompletionChunk(
             self.parent_id, self.index, text, new, logprobs, request.finish_reason, request.stop_reason,
-            list(request.prompt_logprobs) if is_first else None, request.metrics if request.finish_reason else None,
+            list(request.prompt_logprobs) or [None] if is_first else None, request.metrics if request.finish_reason else None,
         )  # fmt: skip
 
     def output(self) -> CompletionOutput:
