@@ -18,21 +18,40 @@ from jaxinfer.cli.output import notice
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
 @click.option("--api-key", envvar="JAXINFER_API_KEY", help="Clients must send it; better given as $JAXINFER_API_KEY.")
 @click.option("--served-model-name", "model_name", help="Name that clients use; by default MODEL's last part.")
-@click.option("--cors-origin", "cors_origins", multiple=True, help="Web pages of this origin may call; may be repeated.")
+@click.option(
+    "--cors-origin", "cors_origins", multiple=True, help="Web pages of this origin may call; may be repeated."
+)
 @click.option("--max-model-len", type=int, help="Tokens of prompt and answer; by default the model's limit.")
 @click.option("--max-num-seqs", type=int, default=16, show_default=True, help="Completions that run at once.")
 @click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Tokens of one step.")
 @click.option("--memory-fraction", type=float, default=0.5, show_default=True, help="Of free memory, for the KV cache.")
-@click.option("--policy", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True,
-              help="Whether requests may have a priority.")
+@click.option(
+    "--policy",
+    type=click.Choice(["fcfs", "priority"]),
+    default="fcfs",
+    show_default=True,
+    help="Whether requests may have a priority.",
+)
 @click.option("--max-queue", type=int, default=256, show_default=True, help="Completions that may wait; then 429.")
 @click.option("--max-body-mib", type=float, default=4, show_default=True, help="Largest request body.")
 @click.option("--request-timeout", type=float, default=600, show_default=True, help="Seconds an answer may take.")
-@click.option("--drain-timeout", type=float, default=30, show_default=True,
-              help="Seconds running answers may still take after SIGTERM.")
-@click.option("--step-timeout", type=float, default=300, show_default=True,
-              help="Seconds after which a step of the engine is taken for a hang.")
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True)
+@click.option(
+    "--drain-timeout",
+    type=float,
+    default=30,
+    show_default=True,
+    help="Seconds running answers may still take after SIGTERM.",
+)
+@click.option(
+    "--step-timeout",
+    type=float,
+    default=300,
+    show_default=True,
+    help="Seconds after which a step of the engine is taken for a hang.",
+)
+@click.option(
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
+)
 def serve(
     model: str, dtype: str | None, quantize: str | None, activations: str | None, host: str, port: int,
     log_level: str, max_body_mib: float, max_model_len: int | None, max_num_seqs: int, max_num_batched_tokens: int,
@@ -52,7 +71,7 @@ def serve(
     config = ServerConfig(
         model_name=model_name or Path(model).name, api_key=api_key, max_body_bytes=int(max_body_mib * 2**20), **limits
     )
-    from jaxinfer.serving.server import bind, url_of
+    from jaxinfer.serving.listener import bind, url_of
 
     with bind(host, port) as listener:  # before anything slow: a port in use is known at once
         if api_key is None and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:

@@ -57,9 +57,11 @@ class Sequence:
         if not new and not text and request.finish_reason is None:
             return None
         text, self._prefix = self._prefix + text, ""
+        prompt_logprobs = list(request.prompt_logprobs) or [None] if is_first else None
+        metrics = request.metrics if request.finish_reason is not None else None
         return CompletionChunk(
             self.parent_id, self.index, text, new, logprobs, request.finish_reason, request.stop_reason,
-            list(request.prompt_logprobs) or [None] if is_first else None, request.metrics if request.finish_reason else None,
+            prompt_logprobs, metrics,
         )  # fmt: skip
 
     def output(self) -> CompletionOutput:

@@ -1,15 +1,15 @@
 """The routes."""
 
 import contextlib
+import importlib.metadata
 from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Body, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from jaxinfer import __version__
 from jaxinfer.serving.errors import ApiError, install_handlers
 from jaxinfer.serving.frontend import Frontend
 from jaxinfer.serving.middleware import ApiKey, BodyLimits, RequestLog
@@ -17,6 +17,7 @@ from jaxinfer.serving.prompts import encode, render
 from jaxinfer.serving.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from jaxinfer.serving.stream import GenerationResponse
 
+VERSION = importlib.metadata.version("jaxinfer")
 UNSERVED = ("/v1/responses", "/v1/embeddings")  # of OpenAI's API
 
 
@@ -28,7 +29,7 @@ def create_app(frontend: Frontend) -> FastAPI:
         async with frontend.running():
             yield
 
-    app = FastAPI(title="jaxinfer", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="jaxinfer", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     install_handlers(app)
     app.add_middleware(BodyLimits, config=frontend.config)  # the last one added is the first one to see a request
     if frontend.config.api_key is not None:
@@ -122,7 +123,7 @@ def _add_operation(app: FastAPI, frontend: Frontend) -> None:
     @app.get("/version")
     async def version() -> dict[str, str]:
         """Returns the version of jaxinfer."""
-        return {"version": __version__}
+        return {"version": VERSION}
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:

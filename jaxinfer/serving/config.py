@@ -38,7 +38,9 @@ class ServerConfig:
         if not self.model_name:
             raise ValueError("model_name must not be empty")
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
-            raise ValueError("api_key must be printable ASCII, at least one character; leave it out to let everybody in")
+            raise ValueError(
+                "api_key must be printable ASCII, at least one character; leave it out to let everybody in"
+            )
         if self.max_queue < 0:
             raise ValueError(f"max_queue must be 0 or more, got {self.max_queue}")
         for name in ("max_body_bytes", "body_timeout", "request_timeout", "drain_timeout", "step_timeout"):

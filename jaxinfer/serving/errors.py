@@ -51,7 +51,9 @@ class ApiError(Exception):
 
 def engine_failed() -> ApiError:
     """Returns the error of requests that the engine took down with it; the log says why."""
-    return ApiError(500, "the engine has failed, see the server's log; the server must be restarted", code="engine_failed")
+    return ApiError(
+        500, "the engine has failed, see the server's log; the server must be restarted", code="engine_failed"
+    )
 
 
 def install_handlers(app: FastAPI) -> None:

@@ -116,12 +116,14 @@ class Frontend:
         """Holds places for so many completions while a request runs.
 
         Raises:
-            ApiError: 503 when the server stops, 400 when there will never be so many places, 429 when there are not now.
+            ApiError: 503, the server stops; 400, there will never be so many places; 429, there are not now.
         """
         self.check_health()
         if count > self._capacity:
             raise ApiError(
-                400, f"the request asks for {count} completions, and the server holds {self._capacity} in all", param="n"
+                400,
+                f"the request asks for {count} completions, and the server holds {self._capacity} in all",
+                param="n",
             )
         if self.num_open + count > self._capacity:
             after = min(max(1, math.ceil(self._latency)), MAX_RETRY_AFTER)

@@ -49,7 +49,9 @@ class Metrics:
             "inter_token_latency_seconds", "Between two tokens; those of one step share its time.", TOKEN_LATENCY
         )
         self.time_per_output_token = histogram(
-            "request_time_per_output_token_seconds", "Mean time of a completion's tokens after the first.", TOKEN_LATENCY
+            "request_time_per_output_token_seconds",
+            "Mean time of a completion's tokens after the first.",
+            TOKEN_LATENCY,
         )
         self.e2e_latency = histogram(
             "e2e_request_latency_seconds", "From the request's arrival to a completion's last token.", LATENCY

@@ -32,7 +32,9 @@ def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[Promp
         given = [given]
     if not isinstance(given, list) or not given or not (all(map(_is_ids, given)) or _all_texts(given)):
         raise ApiError(
-            400, "prompt must be a string, a list of strings, a list of token ids, or a list of such lists", param="prompt"
+            400,
+            "prompt must be a string, a list of strings, a list of token ids, or a list of such lists",
+            param="prompt",
         )
     return [Prompt(encode(one, tokenizer), one) if isinstance(one, str) else Prompt(one, None) for one in given]
 
@@ -112,7 +114,9 @@ def _text_of(part: Any, path: str) -> str:
     if not isinstance(part, Mapping) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, Mapping) else part
         raise ApiError(
-            400, f'{path} must be {{"type": "text", "text": "..."}}, got {kind!r:.80}: the model reads text only', param=path
+            400,
+            f'{path} must be {{"type": "text", "text": "..."}}, got {kind!r:.80}: the model reads text only',
+            param=path,
         )
     part = check_fields(part, ("type", "text"), {}, f"{path}.")
     if not isinstance(part.get("text"), str):

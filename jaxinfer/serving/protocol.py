@@ -23,7 +23,8 @@ type Number = Annotated[Any, _schema("number")]
 type Integer = Annotated[Any, _schema("integer")]
 type Boolean = Annotated[Any, _schema("boolean")]
 type Strings = Annotated[
-    Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]})
+    Any,
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
 ]
 type Integers = Annotated[Any, _schema("array", items={"type": "integer"})]
 type Bias = Annotated[Any, _schema("object", additionalProperties={"type": "number"})]

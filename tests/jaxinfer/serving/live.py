@@ -10,7 +10,8 @@ from jaxinfer.engine.async_engine import AsyncEngine
 from jaxinfer.serving.app import create_app
 from jaxinfer.serving.config import ServerConfig
 from jaxinfer.serving.frontend import Frontend
-from jaxinfer.serving.server import Server, bind, url_of
+from jaxinfer.serving.listener import bind, url_of
+from jaxinfer.serving.server import Server
 
 
 class Live:

@@ -75,9 +75,7 @@ def test_n_completions_of_several_prompts_are_numbered_prompt_by_prompt(client, 
     answer = client.completions.create(
         model="tiny", prompt=prompts, n=3, seed=5, temperature=1.0, max_tokens=6, extra_body=ON
     )
-    wanted = [
-        output.text for p in prompts for output in offline(p, n=3, seed=5, temperature=1.0, max_tokens=6).outputs
-    ]
+    wanted = [output.text for p in prompts for output in offline(p, n=3, seed=5, temperature=1.0, max_tokens=6).outputs]
     assert [choice.text for choice in answer.choices] == wanted
     assert len(set(wanted)) > 2
 
@@ -89,8 +87,8 @@ def test_every_sampling_field_reaches_the_engine(client, offline):
         "include_stop_str_in_output": True, "skip_special_tokens": False,
     }  # fmt: skip
     theirs = {
-        "temperature": 0.9, "top_p": 0.9, "presence_penalty": 0.1, "frequency_penalty": 0.2, "seed": 7, "max_tokens": 20,
-        "stop": ["qq", "x"], "logit_bias": {"40": 2, "41": -50.5},
+        "temperature": 0.9, "top_p": 0.9, "presence_penalty": 0.1, "frequency_penalty": 0.2, "seed": 7,
+        "max_tokens": 20, "stop": ["qq", "x"], "logit_bias": {"40": 2, "41": -50.5},
     }  # fmt: skip
     answer = client.completions.create(model="tiny", prompt="hello", **theirs, extra_body=ours | {"priority": -1})
     bias = {int(token): value for token, value in theirs["logit_bias"].items()}
@@ -268,7 +266,7 @@ def test_no_field_of_openais_client_is_ignored(http, path, schema, rest):
         body = rest | {"max_tokens": 1, name: {"type": "a value that nothing offers"}}
         assert error_of(http.post(path, json=body), 400)["param"] == name
         assert error_of(http.post(path, json=body), 400)["code"] == "unsupported_parameter"
-    nothing = rest | {"max_tokens": 1} | {name: None for name in names - {"messages", "prompt", "max_tokens"}}
+    nothing = rest | {"max_tokens": 1} | dict.fromkeys(names - {"messages", "prompt", "max_tokens"})
     assert http.post(path, json=nothing).status_code == 200
 
 
