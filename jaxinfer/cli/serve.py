@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from jaxinfer import __version__
 from jaxinfer.cli.options import DEFAULT_MODEL, find_model, weight_options
 from jaxinfer.cli.output import notice
 
@@ -110,4 +111,4 @@ def _prepare(path: Path, weights: tuple, engine_config: Any, config: Any, log_le
         err=True,
     )
     frontend = Frontend(AsyncEngine(engine), model, engine_config, engine.max_model_len, config)
-    return Server(create_app(frontend), frontend)
+    return Server(create_app(frontend, __version__), frontend)

@@ -1,7 +1,6 @@
 """The routes."""
 
 import contextlib
-import importlib.metadata
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,19 +16,18 @@ from jaxinfer.serving.prompts import encode, render
 from jaxinfer.serving.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from jaxinfer.serving.stream import GenerationResponse
 
-VERSION = importlib.metadata.version("jaxinfer")
 UNSERVED = ("/v1/responses", "/v1/embeddings")  # of OpenAI's API
 
 
-def create_app(frontend: Frontend) -> FastAPI:
-    """Returns the ASGI application; its lifespan runs the engine."""
+def create_app(frontend: Frontend, version: str) -> FastAPI:
+    """Returns the ASGI application, which calls itself this version; its lifespan runs the engine."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with frontend.running():
             yield
 
-    app = FastAPI(title="jaxinfer", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="jaxinfer", version=version, lifespan=lifespan, docs_url=None, redoc_url=None)
     install_handlers(app)
     app.add_middleware(BodyLimits, config=frontend.config)  # the last one added is the first one to see a request
     if frontend.config.api_key is not None:
@@ -43,7 +41,7 @@ def create_app(frontend: Frontend) -> FastAPI:
     _add_generation(app, frontend)
     _add_models(app, frontend)
     _add_tokenizer(app, frontend)
-    _add_operation(app, frontend)
+    _add_operation(app, frontend, version)
     return app
 
 
@@ -113,7 +111,7 @@ def _add_tokenizer(app: FastAPI, frontend: Frontend) -> None:
             raise ApiError(400, str(error), param="tokens") from error
 
 
-def _add_operation(app: FastAPI, frontend: Frontend) -> None:
+def _add_operation(app: FastAPI, frontend: Frontend, version: str) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         """Answers 200 while requests are welcome, else 503."""
@@ -121,9 +119,9 @@ def _add_operation(app: FastAPI, frontend: Frontend) -> None:
         return {"status": "ok"}
 
     @app.get("/version")
-    async def version() -> dict[str, str]:
+    async def get_version() -> dict[str, str]:
         """Returns the version of jaxinfer."""
-        return {"version": VERSION}
+        return {"version": version}
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:

@@ -83,10 +83,10 @@ class BodyLimits:
         try:
             async with asyncio.timeout(self._config.body_timeout):
                 body = await self._read(scope, receive)
-        except TimeoutError:
-            error = ApiError(408, f"the body did not arrive within {self._config.body_timeout:g} s", code="timeout")
-            return await error.response()(scope, receive, send)
-        except ApiError as error:
+        except (TimeoutError, ApiError) as failure:
+            slow = ApiError(408, f"the body did not arrive within {self._config.body_timeout:g} s", code="timeout")
+            error = failure if isinstance(failure, ApiError) else slow
+            error.headers["Connection"] = "close"  # the rest of the body is of no use
             return await error.response()(scope, receive, send)
         if body is None:  # the client has gone
             return None

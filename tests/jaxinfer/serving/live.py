@@ -6,6 +6,7 @@ import time
 
 import httpx2
 
+from jaxinfer import __version__
 from jaxinfer.engine.async_engine import AsyncEngine
 from jaxinfer.serving.app import create_app
 from jaxinfer.serving.config import ServerConfig
@@ -19,7 +20,7 @@ class Live:
         self.engine = engine
         config = ServerConfig(**{"model_name": "tiny", "drain_timeout": 5} | options)
         self.frontend = Frontend(AsyncEngine(engine), engine.model, engine.config, engine.max_model_len, config)
-        self.server = Server(create_app(self.frontend), self.frontend)
+        self.server = Server(create_app(self.frontend, __version__), self.frontend)
         self.listener = bind("127.0.0.1", 0)
         self.url = url_of(self.listener)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listener]})

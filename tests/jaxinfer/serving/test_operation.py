@@ -64,7 +64,8 @@ def test_a_client_that_leaves_frees_what_its_request_holds(engine, slow):
 
 def test_a_crowd_is_told_to_come_back(engine, slow):
     with serving(engine, max_queue=1) as live, live.client() as http, contextlib.ExitStack() as stack:
-        streams = [stack.enter_context(begun(live.client())) for _ in range(4)]
+        clients = [stack.enter_context(live.client()) for _ in range(4)]
+        streams = [stack.enter_context(begun(client)) for client in clients]
         waiting = threading.Thread(target=lambda: http.post(PATH, json=SHORT))
         waiting.start()
         while live.frontend.num_open < 5:
