@@ -109,6 +109,8 @@ class EngineConfig:
         policy: "fcfs" (first come, first served) or "priority" (lower value first, then arrival).
         decode_steps: most decode steps of one dispatch, taken only when no request waits.
         async_scheduling: enqueue step N+1 before the tokens of step N are read.
+        prefix_cache: keep the pages of ended requests until their memory is needed, and let requests with the same
+            first tokens share them; never changes a token.
         seed: makes the random seeds of requests that have none repeatable; None draws them from the system.
         attention_implementation: name of a kernel, or None for the fastest that accepts the arguments.
     """
@@ -122,6 +124,7 @@ class EngineConfig:
     policy: Literal["fcfs", "priority"] = "fcfs"
     decode_steps: int = 4
     async_scheduling: bool = True
+    prefix_cache: bool = True
     seed: int | None = None
     attention_implementation: str | None = None
 

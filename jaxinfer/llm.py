@@ -2,6 +2,7 @@
 
 import itertools
 import numbers
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -60,6 +61,7 @@ class LLM:
         self.engine = Engine(model, config)
         self._ids = itertools.count()
         self._inboxes: dict[str, list[CompletionChunk]] = {}  # of open streams: another call may run their steps
+        self._streams: weakref.WeakKeyDictionary[Generator, str] = weakref.WeakKeyDictionary()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -76,6 +78,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Returns the outputs of the prompts, in their order; all run at once, as far as the engine's limits allow.
@@ -84,6 +87,7 @@ class LLM:
             prompts: one prompt or several, each text or token ids.
             sampling_params: for all prompts or one each; None takes the model's defaults.
             priority: one a prompt, lower first; needs `policy="priority"`.
+            cache_salt: for all prompts or one each; only prompts of the same salt share cached prefixes.
             progress: called with the number of finished prompts and of all.
 
         Raises:
@@ -94,11 +98,12 @@ class LLM:
         if priority is not None and self.engine.config.policy != "priority":
             raise ValueError('priority needs LLM(..., policy="priority")')
         priorities = [0] * len(several) if priority is None else _per_prompt("priority", priority, len(several))
+        salts = _per_prompt("cache_salt", cache_salt, len(several))
         ids = [f"llm-{next(self._ids)}" for _ in several]
         open_ids: set[str] = set()
         try:
-            for request_id, prompt, param, level in zip(ids, several, params, priorities):
-                self.engine.add_request(request_id, prompt, param, priority=level)
+            for request_id, prompt, param, level, salt in zip(ids, several, params, priorities, salts):
+                self.engine.add_request(request_id, prompt, param, priority=level, cache_salt=salt)
                 open_ids.add(request_id)
             outputs: dict[str, RequestOutput] = {}
             while open_ids:
@@ -117,6 +122,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Returns the answers to one conversation or several, rendered by the model's chat template.
@@ -125,6 +131,7 @@ class LLM:
             messages: {"role": ..., "content": ...} entries, oldest first; or a list of such conversations.
             sampling_params: as for `generate`.
             tools: JSON schemas of functions, for templates that know them.
+            cache_salt: as for `generate`.
             **template_options: further variables of the template.
 
         Raises:
@@ -132,11 +139,12 @@ class LLM:
         """
         conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts = [self.tokenizer.apply_chat_template(one, tools=tools, **template_options) for one in conversations]
-        return self.generate(prompts, sampling_params)
+        return self.generate(prompts, sampling_params, cache_salt=cache_salt)
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Generator[CompletionChunk]:
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None,
+        *, cache_salt: str | None = None,
+    ) -> Generator[CompletionChunk]:  # fmt: skip
         """Yields the output of one prompt, or of one conversation, piece by piece.
 
         The texts of the chunks joined are the text that `generate` returns. Closing the iterator, or breaking out
@@ -144,15 +152,44 @@ class LLM:
         """
         text: Any = self.tokenizer.apply_chat_template(prompt) if _is_conversation(prompt) else prompt
         request_id = f"llm-{next(self._ids)}"
-        self.engine.add_request(request_id, text, sampling_params)
-        self._inboxes[request_id] = []
-        stream: Any = self._stream(request_id)
-        next(stream)  # started: dropping the iterator unread aborts the request as well
-        return stream
+        self.engine.add_request(request_id, text, sampling_params, cache_salt=cache_salt)
+        return self._open(request_id)
+
+    def fork(
+        self, stream: Generator[CompletionChunk], sampling_params: SamplingParams | None = None
+    ) -> Generator[CompletionChunk]:
+        """Returns another stream that goes on from where an open stream of `stream` or `fork` is.
+
+        It shares the memory of everything up to there and computes none of it again. Its first chunk begins with the
+        text so far, which `max_tokens` counts.
+
+        Args:
+            stream: a stream that has not ended.
+            sampling_params: None takes those of `stream` with another seed.
+
+        Raises:
+            ValueError: the stream has ended, or a parameter is not valid.
+        """
+        if stream not in self._streams:
+            raise ValueError("only a stream of this LLM that has not ended can be forked")
+        request_id = f"llm-{next(self._ids)}"
+        self.engine.fork(self._streams[stream], request_id, sampling_params)
+        return self._open(request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes, as before a measurement."""
+        self.engine.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """Returns counters of queues, pages and compilation."""
         return self.engine.stats()
+
+    def _open(self, request_id: str) -> Generator[CompletionChunk]:
+        self._inboxes[request_id] = []
+        stream: Any = self._stream(request_id)
+        next(stream)  # started: dropping the iterator unread aborts the request as well
+        self._streams[stream] = request_id
+        return stream
 
     def _stream(self, request_id: str) -> Generator[CompletionChunk | None]:
         try:
@@ -163,6 +200,8 @@ class LLM:
                 chunks, self._inboxes[request_id] = self._inboxes[request_id], []
                 yield from chunks
         finally:
+            for stream in [stream for stream, id_ in self._streams.items() if id_ == request_id]:
+                del self._streams[stream]
             del self._inboxes[request_id]
             self._discard({request_id})
 
@@ -201,7 +240,7 @@ def _is_conversation(prompt: Any) -> TypeGuard[Sequence[Message]]:
 
 
 def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    if not isinstance(value, Sequence):
+    if not isinstance(value, Sequence) or isinstance(value, str):
         return [value] * count
     if len(value) != count:
         raise ValueError(f"{name} must be one for all or one for each of the {count} prompts, got {len(value)}")

@@ -23,7 +23,8 @@ IMPORTED = time.perf_counter()
 
 
 def run(llm: LLM, requests: list[BenchRequest]) -> list[Trace]:
-    """Submits all requests at once and records when each token arrives."""
+    """Submits all requests at once and records when each token arrives; nothing is cached from the run before."""
+    llm.reset_prefix_cache()
     engine, traces = llm.engine, {}
     for i, request in enumerate(requests):
         params = SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)

@@ -1,30 +1,34 @@
-"""Turns what a user asks into requests, after every check that can be made before the queue."""
+"""Turns what a user asks into requests, after every check that can be made before the queue.
+
+Several completions of one prompt are one request and its forks, which wait until it has computed the prompt.
+"""
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from jaxinfer.engine.request import Request, RequestMetrics
+from jaxinfer.engine.request import Request
 from jaxinfer.loading import Model
 from jaxinfer.sampling.params import SamplingParams, validate_token_ids
 
 
 def make_requests(
     model: Model, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int,
-    max_model_len: int, seeds: np.random.Generator,
+    cache_salt: str | None, max_model_len: int, seeds: np.random.Generator,
 ) -> list[Request]:  # fmt: skip
     """Returns the `params.n` requests of one prompt.
 
     Raises:
         ValueError: see `Engine.add_request`.
     """
-    if not isinstance(params, SamplingParams):
-        raise ValueError(f"params must be SamplingParams, got {params!r:.80}")
+    vocab_size = model.config.vocab_size
+    _check_params(params, vocab_size)
     if not isinstance(priority, int):
         raise ValueError(f"priority must be an integer, got {priority!r}")
-    vocab_size = model.config.vocab_size
-    validate_token_ids(params, vocab_size)
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        raise ValueError(f"cache_salt must be a string that is not empty, or None, got {cache_salt!r}")
     text = prompt if isinstance(prompt, str) else None
     token_ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else _checked_ids(prompt, vocab_size)
     if not token_ids:
@@ -34,29 +38,81 @@ def make_requests(
             f"the prompt has {len(token_ids)} tokens, and with at least one new token the limit is {max_model_len}; "
             "shorten it or raise max_model_len"
         )
-    room = max_model_len - len(token_ids)
+    first, *others = _requests(
+        model, request_id, params, max_model_len, seeds, prompt_token_ids=token_ids, prompt=text, priority=priority,
+        cache_salt=cache_salt,
+    )  # fmt: skip
+    for other in others:
+        other.source = first
+    return [first, *others]
+
+
+def fork_requests(
+    model: Model, request_id: str, source: Request, params: SamplingParams | None, max_model_len: int,
+    seeds: np.random.Generator,
+) -> list[Request]:  # fmt: skip
+    """Returns `params.n` requests that go on from the tokens of `source` that the host knows.
+
+    Raises:
+        ValueError: see `Engine.fork`.
+    """
+    if source.is_finished:
+        raise ValueError(
+            f"{source.request_id} has ended and can not be forked: start a new request with its tokens, which the "
+            "prefix cache finds"
+        )
+    if params is None:
+        params = dataclasses.replace(source.params, n=1, seed=None, prompt_logprobs=None)
+    _check_params(params, model.config.vocab_size)
+    if params.prompt_logprobs is not None:
+        raise ValueError("prompt_logprobs of a fork are those of its source: leave them out")
+    if params.logprobs is not None and source.params.logprobs is None:
+        raise ValueError("logprobs of a fork need a source with logprobs: its tokens so far have none")
+    count = len(source.output_token_ids)
+    if params.max_tokens is not None and params.max_tokens <= count:
+        raise ValueError(
+            f"max_tokens of a fork counts its source's {count} output tokens: give more than that, "
+            f"got {params.max_tokens}"
+        )
+    requests = _requests(
+        model, request_id, params, max_model_len, seeds, prompt_token_ids=source.prompt_token_ids,
+        prompt=source.prompt, priority=source.priority, cache_salt=source.cache_salt, source=source,
+    )  # fmt: skip
+    for request in requests:
+        request.output_token_ids += source.output_token_ids
+        request.logprobs += source.logprobs if params.logprobs is not None else []
+    return requests
+
+
+def _requests(
+    model: Model, request_id: str, params: SamplingParams, max_model_len: int, seeds: np.random.Generator,
+    *, prompt_token_ids: Sequence[int], **fields: Any,
+) -> list[Request]:  # fmt: skip
+    """Returns `params.n` requests that differ in their seeds."""
+    room = max_model_len - len(prompt_token_ids)
     eos = frozenset() if params.ignore_eos else frozenset(model.tokenizer.eos_token_ids)
     words = _bad_words(model, params.bad_words)
-    base = Request(
-        request_id=request_id,
-        prompt_token_ids=token_ids,
-        params=params,
-        max_tokens=min(params.max_tokens or room, room),
-        seed=0,
-        stop_token_ids=eos | frozenset(params.stop_token_ids),
-        banned_token_ids=tuple(word[0] for word in words if len(word) == 1),
-        bad_words=tuple(word for word in words if len(word) > 1),
-        priority=priority,
-        prompt=text,
-    )
     seed = params.seed if params.seed is not None else int(seeds.integers(0, 1 << 63))
     return [
-        dataclasses.replace(
-            base, request_id=f"{request_id}#{i}", seed=(seed + i) % (1 << 63),
-            output_token_ids=[], logprobs=[], prompt_logprobs=[], pages=[], metrics=RequestMetrics(),
+        Request(
+            request_id=f"{request_id}#{i}",
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            max_tokens=min(params.max_tokens or room, room),
+            seed=(seed + i) % (1 << 63),
+            stop_token_ids=eos | frozenset(params.stop_token_ids),
+            banned_token_ids=tuple(word[0] for word in words if len(word) == 1),
+            bad_words=tuple(word for word in words if len(word) > 1),
+            **fields,
         )
         for i in range(params.n)
-    ]  # fmt: skip
+    ]
+
+
+def _check_params(params: SamplingParams, vocab_size: int) -> None:
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be SamplingParams, got {params!r:.80}")
+    validate_token_ids(params, vocab_size)
 
 
 def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:

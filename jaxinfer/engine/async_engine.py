@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from jaxinfer.engine.engine import Engine, EngineStats
@@ -124,21 +124,40 @@ class AsyncEngine:
         self._stopping.set()
         self._close(self._failure)
 
-    async def generate(
+    def generate(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
-    ) -> AsyncIterator[CompletionChunk]:
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[CompletionChunk]:
         """Yields the completions of a prompt, chunk by chunk; arguments as for `Engine.add_request`.
 
         Raises:
             ValueError: the prompt or a parameter is not valid.
             RuntimeError: the engine has failed or was stopped.
         """
-        stream = await self.submit([prompt], params, request_id=request_id, priority=priority)
+        return self._chunks(lambda: self.submit(
+            [prompt], params, request_id=request_id, priority=priority, cache_salt=cache_salt
+        ))  # fmt: skip
+
+    def fork(
+        self, source_id: str, params: SamplingParams | None = None, *, request_id: str | None = None, index: int = 0
+    ) -> AsyncGenerator[CompletionChunk]:
+        """Yields what a fork of the request `source_id` generates; arguments and errors as for `Engine.fork`.
+
+        The fork is made when its first chunk is asked for.
+        """
+
+        def add(new_id: str, _: int) -> None:
+            self._engine.fork(source_id, new_id, params, index=index)
+
+        return self._chunks(lambda: self._open(1, request_id, add))
+
+    async def _chunks(self, begin: Callable[[], Awaitable[RequestStream]]) -> AsyncGenerator[CompletionChunk]:
+        stream = await begin()
         try:
             async for delivery in stream:
                 yield delivery.chunk
@@ -152,6 +171,7 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> RequestStream:
         """Queues several prompts, all or none, and returns the stream of their chunks, which the caller closes.
 
@@ -159,11 +179,18 @@ class AsyncEngine:
             ValueError: a prompt or a parameter is not valid.
             RuntimeError: the engine has failed or was stopped.
         """
+
+        def add(new_id: str, index: int) -> None:
+            self._engine.add_request(new_id, prompts[index], params, priority=priority, cache_salt=cache_salt)
+
+        return await self._open(len(prompts), request_id, add)
+
+    async def _open(self, count: int, request_id: str | None, add: Callable[[str, int], None]) -> RequestStream:
+        """Returns the stream of so many requests, which `add` queues by id and index."""
         request_id = request_id if request_id is not None else f"async-{next(self._ids)}"
-        several = len(prompts) > 1
-        stream = RequestStream(self, [f"{request_id}-{i}" if several else request_id for i in range(len(prompts))])
+        stream = RequestStream(self, [f"{request_id}-{i}" if count > 1 else request_id for i in range(count)])
         try:
-            await self._call(lambda: self._add(stream, prompts, params, priority))
+            await self._call(lambda: self._add(stream, add))
         except BaseException:  # cancelled: the request may be added all the same, and goes right after
             stream.close()
             raise
@@ -187,13 +214,10 @@ class AsyncEngine:
             self._calls.put(call)
         return await call.future
 
-    def _add(
-        self, stream: RequestStream, prompts: Sequence[str | Sequence[int]], params: SamplingParams | None,
-        priority: int,
-    ) -> None:  # fmt: skip
+    def _add(self, stream: RequestStream, add: Callable[[str, int], None]) -> None:
         try:
-            for index, (request_id, prompt) in enumerate(zip(stream.request_ids, prompts)):
-                self._engine.add_request(request_id, prompt, params, priority=priority)
+            for index, request_id in enumerate(stream.request_ids):
+                add(request_id, index)
                 with self._lock:
                     self._streams[request_id] = stream, index
         except ValueError:

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.admission import make_requests
+from jaxinfer.engine.admission import fork_requests, make_requests
 from jaxinfer.engine.memory import free_memory, plan_pages
 from jaxinfer.engine.outputs import CompletionChunk, RequestOutput
 from jaxinfer.engine.page_pool import PagePool
-from jaxinfer.engine.request import FinishReason
+from jaxinfer.engine.prefix_cache import PrefixStats
+from jaxinfer.engine.request import FinishReason, Request
 from jaxinfer.engine.runner import CompileStats, ModelRunner, PendingStep, Progress, StepResult
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.sequence import Sequence
@@ -23,12 +24,38 @@ from jaxinfer.sampling.params import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """A snapshot of the engine."""
+    """A snapshot of the engine.
+
+    Attributes:
+        num_waiting: requests that have no slot yet.
+        num_running: requests that have one.
+        num_free_pages: KV pages that can be allocated.
+        num_cached_pages: those of them that hold tokens which a new request may begin with.
+        num_used_pages: pages that requests hold.
+        num_shared_pages: those of them that several requests hold.
+        kv_bytes_per_token: as allocated, all layers.
+        kv_waste: share of the places in used pages for which their requests have no token.
+        prefix_cache: what it was asked and has found.
+        num_evictions: cached pages whose memory was needed.
+        num_page_copies: pages copied for forks.
+        num_prefill_tokens: tokens computed, but for those that were just sampled.
+        num_preemptions: requests that lost their pages, counted each time.
+        num_steps: dispatches.
+        compile: what compilation has cost.
+    """
 
     num_waiting: int
     num_running: int
     num_free_pages: int
+    num_cached_pages: int
     num_used_pages: int
+    num_shared_pages: int
+    kv_bytes_per_token: float
+    kv_waste: float
+    prefix_cache: PrefixStats
+    num_evictions: int
+    num_page_copies: int
+    num_prefill_tokens: int
     num_preemptions: int
     num_steps: int
     compile: CompileStats
@@ -82,8 +109,9 @@ class Engine:
         self.runner.compile([*ragged, buckets.decode(1)])
 
     def add_request(
-        self, request_id: str, prompt: str | Ints[int], params: SamplingParams | None = None, *, priority: int = 0
-    ) -> None:
+        self, request_id: str, prompt: str | Ints[int], params: SamplingParams | None = None, *, priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:  # fmt: skip
         """Queues a prompt, given as text or token ids; params.n completions of it are generated.
 
         Args:
@@ -91,17 +119,52 @@ class Engine:
             prompt: text, to which the tokenizer adds BOS where the model wants it, or token ids taken as they are.
             params: None takes the model's own defaults (generation_config.json).
             priority: with the "priority" policy, lower goes first.
+            cache_salt: keeps tenants apart: only requests of the same salt share cached prefixes, so that nobody can
+                tell by the time to the first token what others have sent.
 
         Raises:
             ValueError: the prompt is empty, too long or holds an unknown token; a parameter does not fit the
                 model; the id is in use.
         """
-        if request_id in self._groups:
-            raise ValueError(f"request id {request_id!r} is in use; choose another")
+        self._check_unused(request_id)
         requests = make_requests(
-            self.model, request_id, prompt, params or self.model.default_sampling_params, priority,
+            self.model, request_id, prompt, params or self.model.default_sampling_params, priority, cache_salt,
             self.max_model_len, self._seeds,
         )  # fmt: skip
+        self._add(request_id, requests)
+
+    def fork(self, request_id: str, new_id: str, params: SamplingParams | None = None, *, index: int = 0) -> None:
+        """Starts a request that goes on from where another one is, sharing the pages of everything up to there.
+
+        The fork has the prompt and the output so far as its own: its first chunk begins with that output, and
+        `max_tokens` counts it.
+
+        Args:
+            request_id: a request that runs or waits.
+            new_id: any string that no unfinished request has.
+            params: of the fork, `n` of them; None takes those of its source with another seed.
+            index: which of the source's completions.
+
+        Raises:
+            ValueError: there is no such request or completion, it has ended, or a parameter does not fit.
+        """
+        self._check_unused(new_id)
+        group = self._groups.get(request_id, ())
+        if not 0 <= index < len(group):
+            raise ValueError(f"no completion {index} of a request {request_id!r} to fork")
+        self._add(new_id, fork_requests(
+            self.model, new_id, group[index].request, params, self.max_model_len, self._seeds
+        ))  # fmt: skip
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; requests that run keep their pages."""
+        self.scheduler.pool.forget()
+
+    def _check_unused(self, request_id: str) -> None:
+        if request_id in self._groups:
+            raise ValueError(f"request id {request_id!r} is in use; choose another")
+
+    def _add(self, request_id: str, requests: Ints[Request]) -> None:
         group = [Sequence(request_id, i, request, self.model.tokenizer) for i, request in enumerate(requests)]
         self._groups[request_id] = group
         for sequence in group:
@@ -174,11 +237,25 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Returns counters of queues, pages and compilation."""
-        scheduler = self.scheduler
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        prefix_stats = scheduler.prefix_cache.stats if scheduler.prefix_cache else PrefixStats()
         return EngineStats(
-            len(scheduler.waiting), len(scheduler.running), scheduler.pool.num_free, scheduler.pool.num_used,
-            scheduler.num_preemptions, self._num_steps, dataclasses.replace(self.runner.stats),
-        )  # fmt: skip
+            num_waiting=len(scheduler.waiting) + len(scheduler.forks),
+            num_running=len(scheduler.running),
+            num_free_pages=pool.num_free,
+            num_cached_pages=pool.num_cached,
+            num_used_pages=pool.num_used,
+            num_shared_pages=pool.num_shared,
+            kv_bytes_per_token=self.runner.cache_bytes / (pool.num_pages * pool.page_size),
+            kv_waste=scheduler.num_unused_places / max(1, pool.num_used * pool.page_size),
+            prefix_cache=dataclasses.replace(prefix_stats),
+            num_evictions=pool.num_evictions,
+            num_page_copies=scheduler.num_page_copies,
+            num_prefill_tokens=scheduler.num_prefill_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            compile=dataclasses.replace(self.runner.stats),
+        )
 
     def _process(self, step: PendingStep, result: StepResult) -> list[CompletionChunk]:
         for i, row in enumerate(step.scheduled.rows):

@@ -1,6 +1,6 @@
-"""The pool of KV pages: which are free. Imports no jax."""
+"""The pool of KV pages: who owns which, and what the free ones still hold. Imports no jax."""
 
-import itertools
+import collections
 from collections.abc import Sequence
 
 NULL_PAGE = 0  # padding is written there and nobody reads it
@@ -9,11 +9,18 @@ NULL_PAGE = 0  # padding is written there and nobody reads it
 class PagePool:
     """Hands out page numbers 1 .. num_pages - 1 and takes them back; page 0 is the null page.
 
-    A page has one owner. Freed pages are reused last in, first out, while they are warm in the caches.
+    A page is in one of three states:
+
+        used    one owner or several; several only read it
+        cached  no owner, but its content has a key by which it can be found again
+        empty   no owner, no content that anybody could ask for
+
+    Empty pages are handed out first, last in, first out, while they are warm in the caches; then cached ones, of which
+    the least recently used goes first (it is evicted).
     """
 
     def __init__(self, num_pages: int, page_size: int):
-        """Makes a pool with every page free.
+        """Makes a pool with every page empty.
 
         Raises:
             ValueError: there is no page besides the null page.
@@ -22,48 +29,114 @@ class PagePool:
             raise ValueError(f"num_pages must be at least 2 (one is the null page), got {num_pages}")
         self.num_pages = num_pages
         self.page_size = page_size
-        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+        self.num_evictions = 0
+        self._empty = list(range(num_pages - 1, NULL_PAGE, -1))
+        self._cached: collections.OrderedDict[int, None] = collections.OrderedDict()  # least recently used first
+        self._num_owners = [0] * num_pages
+        self._keys: dict[int, bytes] = {}  # of pages whose content can be found, used or cached
+        self._pages: dict[bytes, int] = {}  # the inverse
 
     @property
     def num_free(self) -> int:
-        """Pages that can be allocated now."""
-        return len(self._free)
+        """Pages that can be allocated now, empty and cached."""
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Free pages whose content can be found."""
+        return len(self._cached)
 
     @property
     def num_used(self) -> int:
         """Pages that requests hold."""
-        return self.num_pages - 1 - len(self._free)
+        return self.num_pages - 1 - self.num_free
+
+    @property
+    def num_shared(self) -> int:
+        """Pages that several requests hold."""
+        return sum(owners > 1 for owners in self._num_owners)
 
     def pages_for(self, num_tokens: int) -> int:
         """Returns how many pages hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Returns `count` pages, or None when so many are not free."""
-        if count > len(self._free):
+    def allocate(self, count: int, shared: Sequence[int] = ()) -> list[int] | None:
+        """Returns the pages `shared`, of which the caller becomes one more owner, and `count` pages of its own.
+
+        Returns None, and changes nothing, when so many are not free.
+        """
+        if not count and not shared:
+            return []  # the usual case: every decode row asks in every step
+        if count > self.num_free - sum(page in self._cached for page in shared):
             return None
-        split = len(self._free) - count
-        pages = self._free[split:]
-        del self._free[split:]  # in place: the list may be long, and every decode row asks in every step
-        return pages
+        for page in shared:
+            self._cached.pop(page, None)
+            self._num_owners[page] += 1
+        split = len(self._empty) - min(count, len(self._empty))
+        pages = self._empty[split:]
+        del self._empty[split:]  # in place: the list may be long
+        pages += [self._evict() for _ in range(count - len(pages))]
+        for page in pages:
+            self._num_owners[page] = 1
+        return [*shared, *pages]
 
     def free(self, pages: Sequence[int]) -> None:
-        """Takes pages back."""
-        self._free.extend(pages)
+        """Takes pages back from one owner, given in order of position: of a cached chain, the tail is evicted first."""
+        for page in reversed(pages):
+            self._num_owners[page] -= 1
+            if self._num_owners[page]:
+                continue
+            if page in self._keys:
+                self._cached[page] = None
+            else:
+                self._empty.append(page)
+
+    def publish(self, page: int, key: bytes) -> None:
+        """Makes the content of a used page known by `key`, unless another page is; nobody may write to it any more."""
+        if key not in self._pages:
+            self._pages[key] = page
+            self._keys[page] = key
+
+    def find(self, key: bytes) -> int | None:
+        """Returns the page whose content has this key."""
+        return self._pages.get(key)
+
+    def forget(self) -> None:
+        """Drops every key; cached pages become empty."""
+        self._empty += reversed(self._cached)
+        self._cached.clear()
+        self._keys.clear()
+        self._pages.clear()
 
     def check_integrity(self, held: Sequence[int]) -> None:
-        """Checks that every page is either free or one of those `held` by requests, exactly once.
+        """Checks owners, free pages and keys against the pages that requests hold, one entry an owner.
 
         Raises:
-            RuntimeError: a page is lost, held twice, free and held, or not a page of this pool.
+            RuntimeError: a page is lost, has other owners than `held` says, is free twice or free and held, is not of
+                this pool; a cached page has no key, an empty one has; keys and pages do not map to each other.
         """
-        seen = sorted([*self._free, *held])
-        if seen != list(range(1, self.num_pages)):
-            lost = set(range(1, self.num_pages)) - set(seen)
-            twice = {page for page, following in itertools.pairwise(seen) if page == following}
-            unknown = set(seen) - set(range(1, self.num_pages))
+        owners = collections.Counter(held)
+        free = [*self._empty, *self._cached]
+        known = set(range(1, self.num_pages))
+        wrong = {
+            "lost": known - owners.keys() - set(free),
+            "unknown": (owners.keys() | set(free)) - known,
+            "free and held": owners.keys() & set(free),
+            "free twice": {page for page, count in collections.Counter(free).items() if count > 1},
+            "with wrong owners": {page for page in known if self._num_owners[page] != owners[page]},
+            "cached without a key": self._cached.keys() - self._keys.keys(),
+            "empty with a key": set(self._empty) & self._keys.keys(),
+            "with a wrong key": {page for page, key in self._keys.items() if self._pages.get(key) != page},
+            "of unknown keys": set(self._pages.values()) - self._keys.keys(),
+        }
+        if found := [f"{what} {sorted(pages)[:8]}" for what, pages in wrong.items() if pages]:
             raise RuntimeError(
-                f"the page pool is inconsistent: {len(self._free)} free and {len(held)} held of "
-                f"{self.num_pages - 1}; lost {sorted(lost)[:8]}, twice {sorted(twice)[:8]}, "
-                f"unknown {sorted(unknown)[:8]}"
+                f"the page pool is inconsistent: {len(self._empty)} empty, {len(self._cached)} cached and "
+                f"{len(owners)} held of {self.num_pages - 1}; {', '.join(found)}"
             )
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        del self._pages[self._keys.pop(page)]
+        self.num_evictions += 1
+        return page

@@ -34,6 +34,7 @@ class RequestMetrics:
     first_token: float | None = None
     finished: float | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found in the cache when it was first scheduled
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,7 +52,11 @@ class Request:
         seed: 63-bit integer from which the row's random keys are made.
         max_tokens: most output tokens, already bounded by the model's length.
         bad_words: banned token sequences of two or more tokens, matched on the host.
-        pages: pages held, in order of position.
+        cache_salt: only requests of the same salt share cached pages; None is a salt of its own.
+        source: the request this is a fork of, until its pages are shared: its tokens begin with ours.
+        pages: pages held, in order of position; all but the last may be shared.
+        page_keys: keys of the first full pages, as far as they have been needed.
+        num_published_pages: of `pages`, those that have been offered to the prefix cache.
         slot: index of the request's state on the device while it runs.
     """
 
@@ -65,6 +70,8 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     prompt: str | None = None
+    cache_salt: str | None = None
+    source: "Request | None" = None
 
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
@@ -72,6 +79,8 @@ class Request:
     num_computed_tokens: int = 0
     num_in_flight: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
+    page_keys: list[bytes] = dataclasses.field(default_factory=list)
+    num_published_pages: int = 0
     slot: int | None = None
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None

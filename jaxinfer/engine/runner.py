@@ -1,6 +1,7 @@
 """ModelRunner: owns parameters and device state, enqueues steps and reads their results."""
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.batch import BatchShape, Buckets, build_batch
+from jaxinfer.engine.page_pool import NULL_PAGE
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import ScheduledStep
 from jaxinfer.engine.scoring import ScoredTokens, Scorer
@@ -21,6 +23,7 @@ from jaxinfer.model.decoder import Decoder
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.rows import build_row, needs_row
 from jaxinfer.sampling.state import install_row
+from pallas_kernels.page_copy import copy_pages
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +86,7 @@ class ModelRunner:
         self._scorer = Scorer(decoder, params)
         self.state = EngineState.init(decoder, config.max_num_seqs, num_pages, config.page_size, stop_token_ids)
         self._step = jit_step(decoder)
+        self._copy_pages = jax.jit(functools.partial(copy_pages, disjoint=True), donate_argnums=0)
 
     def install(self, request: Request) -> None:
         """Gives a request's slot the sampler row that its parameters need; nothing to do for most requests."""
@@ -99,8 +103,15 @@ class ModelRunner:
         if not needs_row(request.params):
             self._dirty_slots.remove(request.slot)
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all KV pages, as allocated."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state.cache))
+
     def dispatch(self, scheduled: ScheduledStep) -> PendingStep:
-        """Enqueues a step and returns at once."""
+        """Enqueues a step, with the page copies that come before it, and returns at once."""
+        if scheduled.copies:
+            self._copy(scheduled.copies)
         shape = self.buckets.shape_for(scheduled)
         ints, floats = build_batch(scheduled, shape, self.config.page_size)
         step = self._compile(shape)
@@ -131,6 +142,8 @@ class ModelRunner:
         """Compiles every batch shape; any compilation after it is reported as a defect."""
         self.compile(self.buckets.all(), progress)
         self._scorer.warmup()
+        for size in self.buckets.ragged_rows:
+            self._copy([(NULL_PAGE, NULL_PAGE)] * size)
         self._warm = True
 
     def compile(self, shapes: Sequence[BatchShape], progress: Progress | None = None) -> None:
@@ -139,6 +152,13 @@ class ModelRunner:
             for done, _ in enumerate(pool.map(self._compile, shapes), 1):
                 if progress:
                     progress(done, len(shapes))
+
+    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies pages of all layers, (source, destination), in one operation; as many at most as there are rows."""
+        size = next(rows for rows in self.buckets.ragged_rows if rows >= len(copies))
+        pages = np.full((2, size), NULL_PAGE, np.int32)
+        pages[:, : len(copies)] = np.transpose(copies)
+        self.state = dataclasses.replace(self.state, cache=self._copy_pages(self.state.cache, *pages))
 
     def _compile(self, shape: BatchShape) -> Any:
         if shape in self._compiled:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.page_pool import PagePool
+from jaxinfer.engine.prefix_cache import PrefixCache
 from jaxinfer.engine.request import FinishReason, Request, Status
 
 # One level of priority is worth so many places in the queue: later arrivals pass, but not for ever.
@@ -42,6 +43,7 @@ class ScheduledStep:
     rows: list[ScheduledRow]
     num_decode_rows: int
     admitted: list[Request]  # requests that got a slot in this step
+    copies: list[tuple[int, int]]  # pages to copy before it, (source, destination); no destination is a source
 
     @property
     def num_tokens(self) -> int:
@@ -63,16 +65,23 @@ class Scheduler:
         self.pool = pool
         self.waiting: list[Request] = []  # both sorted by sort_key
         self.running: list[Request] = []
+        self.forks: list[Request] = []  # join the waiting ones when their source has computed what they share
+        self.prefix_cache = PrefixCache(pool) if config.prefix_cache else None
         self.num_preemptions = 0
+        self.num_page_copies = 0
+        self.num_prefill_tokens = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._arrivals = 0
 
     def add(self, request: Request) -> None:
-        """Puts a request into the waiting queue."""
+        """Puts a request into the waiting queue; a fork may have to wait for its source first."""
         weight = request.priority * PRIORITY_HEAD_START if self.config.policy == "priority" else 0
         request.sort_key = (self._arrivals + weight, self._arrivals)
         self._arrivals += 1
-        _insert(self.waiting, request)
+        if request.source is None:
+            _insert(self.waiting, request)
+        else:
+            self.forks.append(request)
 
     def schedule(self) -> ScheduledStep:
         """Returns the next step, empty when no request can go on now.
@@ -80,6 +89,7 @@ class Scheduler:
         Pages are allocated, requests admitted and, when pages run out, the youngest running request preempted:
         it loses its pages and is computed again later.
         """
+        self._queue_forks()
         num_steps = self._num_decode_steps()
         decode_rows = self._schedule_decodes(num_steps)
         budget = self.config.max_num_batched_tokens - len(decode_rows)
@@ -88,14 +98,16 @@ class Scheduler:
             if request.num_tokens_to_compute > 1 and budget > 0:
                 chunks.append(self._schedule_chunk(request, budget))
                 budget -= chunks[-1].num_tokens
-        admitted = []
-        while budget > 0 and (request := self._admit()):
+        admitted, copies = [], []
+        while budget > 0 and (request := self._admit(chunks, copies)):
             admitted.append(request)
             chunks.append(self._schedule_chunk(request, budget))
             budget -= chunks[-1].num_tokens
         singles = [row for row in chunks if row.num_tokens == 1]
         rows = decode_rows + singles + [row for row in chunks if row.num_tokens > 1]
-        return ScheduledStep(rows, len(decode_rows) + len(singles), admitted)
+        self.num_prefill_tokens += sum(row.num_tokens for row in chunks)
+        self.num_page_copies += len(copies)
+        return ScheduledStep(rows, len(decode_rows) + len(singles), admitted, copies)
 
     def update(self, step: ScheduledStep, sampled: Sequence[Sequence[int]]) -> list[Request]:
         """Appends the sampled tokens of a finished step and returns the requests that got tokens or ended.
@@ -110,18 +122,11 @@ class Scheduler:
             request.num_in_flight -= row.num_samples
             now = time.monotonic()
             request.metrics.first_token = request.metrics.first_token or now
-            for token in tokens[: row.num_samples]:
-                if token < 0:  # the request's own constraints forbid every token
-                    self.finish(request, FinishReason.STOP)
-                    break
-                request.output_token_ids.append(token)
-                if token in request.stop_token_ids:
-                    request.stop_reason = token
-                    self.finish(request, FinishReason.STOP)
-                elif len(request.output_token_ids) >= request.max_tokens:
-                    self.finish(request, FinishReason.LENGTH)
-                if request.is_finished:
-                    break
+            reason = _append(request, tokens[: row.num_samples])
+            if self.prefix_cache and request.status is Status.RUNNING:
+                self.prefix_cache.publish(request, request.num_known_tokens - 1)  # the last is not always written
+            if reason:
+                self.finish(request, reason)
             changed.append(request)
         return changed
 
@@ -137,7 +142,8 @@ class Scheduler:
             self.running.remove(request)
             self._release(request)
         else:
-            self.waiting.remove(request)
+            (self.waiting if request in self.waiting else self.forks).remove(request)
+        request.source = None
         request.status = Status.FINISHED
         request.finish_reason = reason
         request.metrics.finished = time.monotonic()
@@ -145,7 +151,12 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.forks)
+
+    @property
+    def num_unused_places(self) -> int:
+        """Places in the pages of running requests for which they have no token: only a last page has them."""
+        return sum(len(r.pages) * self.pool.page_size - r.num_tokens for r in self.running)
 
     def check_integrity(self) -> None:
         """Checks that pages and slots are owned exactly once and that counters fit together.
@@ -166,13 +177,18 @@ class Scheduler:
                 if request.num_in_flight < 0:
                     raise RuntimeError(f"{request.request_id}: {request.num_in_flight} tokens are in flight")
         for request in self.running:
+            if request.num_published_pages * self.pool.page_size > request.num_computed_tokens:
+                raise RuntimeError(
+                    f"{request.request_id}: {request.num_published_pages} pages published, "
+                    f"{request.num_computed_tokens} tokens computed"
+                )
             held = len(request.pages) * self.pool.page_size
             if not request.num_computed_tokens <= min(request.num_tokens, held):
                 raise RuntimeError(
                     f"{request.request_id}: {request.num_computed_tokens} tokens computed, room for {held}"
                 )
-        for request in self.waiting:
-            if request.pages or request.slot is not None or request.num_computed_tokens:
+        for request in self.waiting + self.forks:
+            if request.pages or request.slot is not None or request.num_computed_tokens or request.num_published_pages:
                 raise RuntimeError(f"{request.request_id} waits and holds pages, a slot or computed tokens")
 
     def _num_decode_steps(self) -> int:
@@ -215,25 +231,65 @@ class Scheduler:
         start = request.num_computed_tokens
         num_tokens = min(request.num_tokens_to_compute, budget)
         request.num_computed_tokens += num_tokens
+        if self.prefix_cache:
+            self.prefix_cache.publish(request, request.num_computed_tokens)
         num_samples = int(request.num_tokens_to_compute == 0)
         request.num_in_flight += num_samples
         return ScheduledRow(request, start, num_tokens, num_samples)
 
-    def _admit(self) -> Request | None:
+    def _admit(self, chunks: Sequence[ScheduledRow], copies: list[tuple[int, int]]) -> Request | None:
         """Starts the first waiting request if a slot is free and all its tokens fit; nobody overtakes it."""
         if not self.waiting or not self._free_slots or self.waiting[0].num_in_flight:
             return None
         request = self.waiting[0]
-        pages = self.pool.allocate(self.pool.pages_for(request.num_tokens))
+        if any(row.request is request.source for row in chunks):
+            return None  # what it shares is there after this step, and pages are copied before it
+        forked = self._is_forkable(request)
+        shared, partial = self._fork_pages(request) if forked else (self._cached_pages(request), [])
+        num_shared = len(shared)
+        pages = self.pool.allocate(self.pool.pages_for(request.num_tokens) - num_shared, shared)
         if pages is None:
             return None
         self.waiting.pop(0)
+        copies += zip(partial, pages[num_shared:])
         request.pages = pages
+        request.num_published_pages = num_shared
+        request.num_computed_tokens = request.num_tokens - 1 if forked else num_shared * self.pool.page_size
+        if self.prefix_cache and not forked:
+            self.prefix_cache.count(request, request.num_computed_tokens)
+        if not request.metrics.num_preemptions:
+            request.metrics.num_cached_tokens = request.num_computed_tokens
+        request.source = None
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
         request.metrics.first_scheduled = request.metrics.first_scheduled or time.monotonic()
         _insert(self.running, request)
         return request
+
+    def _queue_forks(self) -> None:
+        """Queues the forks that need not wait for their source: it has computed what they share, or has ended."""
+        if ready := [r for r in self.forks if self._is_forkable(r) or (r.source and r.source.is_finished)]:
+            self.forks = [request for request in self.forks if request not in ready]
+            for request in ready:
+                _insert(self.waiting, request)
+
+    def _is_forkable(self, request: Request) -> bool:
+        source = request.source
+        return (
+            source is not None
+            and source.status is Status.RUNNING
+            and source.num_computed_tokens >= request.num_tokens - 1
+        )
+
+    def _fork_pages(self, request: Request) -> tuple[list[int], list[int]]:
+        """Returns the source's pages that hold all tokens but the last: full ones, and the one that it goes on in."""
+        source, (num_full, rest) = request.source, divmod(request.num_tokens - 1, self.pool.page_size)
+        assert source is not None
+        request.page_keys = source.page_keys[:num_full]
+        return source.pages[:num_full], source.pages[num_full : num_full + bool(rest)]
+
+    def _cached_pages(self, request: Request) -> list[int]:
+        return self.prefix_cache.match(request) if self.prefix_cache else []
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
@@ -247,9 +303,24 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.pool.free(request.pages)
         request.pages = []
+        request.num_published_pages = 0
         assert request.slot is not None
         self._free_slots.append(request.slot)
         request.slot = None
+
+
+def _append(request: Request, tokens: Sequence[int]) -> FinishReason | None:
+    """Appends sampled tokens up to one that ends the request; returns why it ends."""
+    for token in tokens:
+        if token < 0:  # the request's own constraints forbid every token
+            return FinishReason.STOP
+        request.output_token_ids.append(token)
+        if token in request.stop_token_ids:
+            request.stop_reason = token
+            return FinishReason.STOP
+        if len(request.output_token_ids) >= request.max_tokens:
+            return FinishReason.LENGTH
+    return None
 
 
 def _insert(queue: list[Request], request: Request) -> None:

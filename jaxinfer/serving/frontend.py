@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from typing import Any
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.async_engine import AsyncEngine, Delivery, RequestStream
@@ -31,14 +32,16 @@ class Usage:
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts, found in the prefix cache
 
-    def json(self) -> dict[str, int]:
+    def json(self) -> dict[str, Any]:
         """Returns what clients get."""
         total = self.prompt_tokens + self.completion_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": total,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 
@@ -157,7 +160,9 @@ class Frontend:
         priority = self.priority_of(body)
         try:
             with naming_the_field(body):
-                stream = await self.engine.submit(prompts, params, request_id=request_id, priority=priority)
+                stream = await self.engine.submit(
+                    prompts, params, request_id=request_id, priority=priority, cache_salt=body.cache_salt
+                )
         except RuntimeError as error:
             raise engine_failed() from error
         self._streams.add(stream)
@@ -189,6 +194,8 @@ class Frontend:
                     timer.finish(self.metrics, chunk.finish_reason, queued)
                     self._latency += 0.1 * (time.monotonic() - arrival - self._latency)
                     num_unfinished -= 1
+                    if chunk.index == 0:  # the other completions of the prompt share its pages
+                        usage.cached_tokens += chunk.metrics.num_cached_tokens
                 yield delivery
         except RuntimeError as error:
             if self.draining and self.engine.failure is None:

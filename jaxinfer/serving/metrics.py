@@ -37,6 +37,8 @@ class Metrics:
         self.kv_usage = gauge("kv_cache_usage_perc", "Used share of the KV pages, 0 to 1.")
         self.free_pages = gauge("kv_cache_free_pages", "KV pages that are free.")
         self.preemptions = counter("num_preemptions", "Completions that lost their pages to others.")
+        self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens that the prefix cache was asked for.")
+        self.prefix_hits = counter("prefix_cache_hits", "Those of them that it had.")
         self.steps = counter("engine_steps", "Steps that were enqueued on the device.")
         self.compilations = counter("compilations", "Step shapes that were compiled.")
         self.recompilations = counter("compilations_after_warmup", "Those that a request had to wait for.")
@@ -68,7 +70,7 @@ class Metrics:
         self.http_requests = Counter(
             "jaxinfer_http_requests", "HTTP requests by route and status.", ["path", "status"], registry=self.registry
         )
-        self._seen = {"num_preemptions": 0, "num_steps": 0, "num_compiled": 0, "num_after_warmup": 0}
+        self._seen: dict[Counter, int] = {}
 
     def observe_engine(self, stats: EngineStats) -> None:
         """Takes over a snapshot of the engine."""
@@ -76,14 +78,16 @@ class Metrics:
         self.waiting.set(stats.num_waiting)
         self.free_pages.set(stats.num_free_pages)
         self.kv_usage.set(stats.num_used_pages / (stats.num_used_pages + stats.num_free_pages))
-        for counter, source, name in (
-            (self.preemptions, stats, "num_preemptions"),
-            (self.steps, stats, "num_steps"),
-            (self.compilations, stats.compile, "num_compiled"),
-            (self.recompilations, stats.compile, "num_after_warmup"),
+        for counter, total in (
+            (self.preemptions, stats.num_preemptions),
+            (self.prefix_queries, stats.prefix_cache.num_query_tokens),
+            (self.prefix_hits, stats.prefix_cache.num_hit_tokens),
+            (self.steps, stats.num_steps),
+            (self.compilations, stats.compile.num_compiled),
+            (self.recompilations, stats.compile.num_after_warmup),
         ):
-            counter.inc(getattr(source, name) - self._seen[name])
-            self._seen[name] = getattr(source, name)
+            counter.inc(total - self._seen.get(counter, 0))
+            self._seen[counter] = total
 
     def exposition(self) -> bytes:
         """Returns the metrics in Prometheus's text format."""

@@ -102,6 +102,8 @@ class GenerationBody(Body):
     user: str | None = Field(default=None, description="Goes to the server's log, and nowhere else.")
     priority: int | None = Field(default=None, description="Lower goes first; the server must run that policy.")
 
+    cache_salt: str | None = Field(default=None, description="Only requests of one salt share cached prefixes.")
+
     n: Integer = None
     temperature: Number = None
     top_p: Number = None

@@ -28,9 +28,9 @@ CHAT: Refused = {
     "store": ("this server stores nothing", (False,)),
     "metadata": ("this server stores nothing", ({},)),
     "service_tier": ("there is one tier", ("auto", "default")),
-    "prompt_cache_key": ("there is no cache to be chosen", ()),
-    "prompt_cache_options": ("there is no cache to be chosen", ()),
-    "prompt_cache_retention": ("there is no cache to be chosen", ()),
+    "prompt_cache_key": ("the prefix cache finds prompts by itself; cache_salt keeps tenants apart", ()),
+    "prompt_cache_options": ("how long prefixes are kept cannot be chosen", ()),
+    "prompt_cache_retention": ("how long prefixes are kept cannot be chosen", ()),
 }
 COMPLETION: Refused = {
     "suffix": ("text cannot be inserted, only continued", ()),

@@ -68,6 +68,31 @@ def test_two_streams_and_a_generate_side_by_side(llm):
     assert parts[1] + "".join(c.text for c in second) == wanted[1]
 
 
+def test_a_fork_of_a_stream_goes_on_from_where_it_is(llm):
+    [whole] = llm.generate("hello", dataclasses.replace(GREEDY, max_tokens=20))
+    stream = llm.stream("hello", GREEDY)
+    first = [next(stream), next(stream)]
+    fork = llm.fork(stream, dataclasses.replace(GREEDY, max_tokens=20))
+    assert "".join(chunk.text for chunk in fork) == whole.outputs[0].text
+    rest = list(stream)
+    assert [t for chunk in first + rest for t in chunk.token_ids] == whole.outputs[0].token_ids[:12]
+    with pytest.raises(ValueError, match="only a stream of this LLM that has not ended"):
+        llm.fork(iter(()))
+    with pytest.raises(ValueError, match="only a stream of this LLM that has not ended"):
+        llm.fork(stream)
+
+
+def test_salts_for_all_or_one_for_each(llm):
+    prompt = list(range(30, 70))
+    llm.reset_prefix_cache()
+    for salts, found in (("x", [0]), (["x"], [32]), (["y"], [0]), (None, [0])):
+        outputs = llm.generate([prompt], GREEDY, cache_salt=salts)
+        assert [output.metrics.num_cached_tokens for output in outputs] == found
+    assert next(llm.stream(prompt, GREEDY, cache_salt="x")).token_ids
+    with pytest.raises(ValueError, match="cache_salt must be one for all or one for each of the 1 prompts, got 2"):
+        llm.generate([prompt], GREEDY, cache_salt=["x", "y"])
+
+
 @pytest.mark.parametrize("read", [0, 1])
 def test_a_dropped_stream_is_aborted(llm, read):
     stream = llm.stream("hello", dataclasses.replace(GREEDY, max_tokens=80))

@@ -73,7 +73,11 @@ def _start(config: ModelConfig, sizes: _Sizes) -> tuple[Scheduler, ModelRunner]:
     [device] = jax.tree.leaves(params)[0].devices()
     rows = max(sizes.rows)
     engine = EngineConfig(
-        seed=0, max_num_seqs=rows, max_num_batched_tokens=sizes.chunk, max_model_len=2 * max(sizes.prefill, 64)
+        seed=0,
+        max_num_seqs=rows,
+        max_num_batched_tokens=sizes.chunk,
+        max_model_len=2 * max(sizes.prefill, 64),
+        prefix_cache=False,  # a prompt measured twice is computed twice
     )
     pages, length = plan_pages(config, engine, 2, free_memory(device), device.platform == "cpu")
     runner = ModelRunner(

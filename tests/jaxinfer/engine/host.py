@@ -16,10 +16,15 @@ def make_request(name, num_prompt=4, max_tokens=8, *, priority=0, stop=(), bad_w
 
 
 def make_scheduler(num_pages=1000, **config):
-    """A scheduler over pages of one token, unless `page_size` says otherwise, and one step a dispatch."""
-    config = EngineConfig(
-        **{"max_num_seqs": 4, "max_num_batched_tokens": 16, "page_size": 1, "decode_steps": 1} | config
-    )
+    """A scheduler over pages of one token, one step a dispatch, no prefix cache, unless options say otherwise."""
+    defaults = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "page_size": 1,
+        "decode_steps": 1,
+        "prefix_cache": False,
+    }
+    config = EngineConfig(**defaults | config)
     return Scheduler(config, PagePool(num_pages, config.page_size))
 
 

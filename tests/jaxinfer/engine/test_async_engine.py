@@ -53,6 +53,20 @@ def test_leaving_a_stream_aborts_its_request_and_no_other(engine, naive):
     engine.scheduler.check_integrity()
 
 
+def test_a_fork_has_a_stream_of_its_own(engine, naive):
+    async def main():
+        async with AsyncEngine(engine) as served:
+            source = served.generate("hello", LONG, request_id="source")
+            await anext(source)
+            texts = [chunk.text async for chunk in served.fork("source", GREEDY)]
+            await source.aclose()
+            with pytest.raises(ValueError, match="no completion 0 of a request 'source' to fork"):
+                await anext(served.fork("source"))
+            return "".join(texts)
+
+    assert asyncio.run(main()) == naive.run("hello", GREEDY)[1]
+
+
 def test_a_bad_request_fails_alone(engine):
     async def main():
         async with AsyncEngine(engine) as served:

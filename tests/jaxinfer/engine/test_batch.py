@@ -45,7 +45,7 @@ def test_every_array_of_a_mixed_step_by_hand():
             row("chunk", 9, 0, 0, 3, 4, 0, pages=[5, 1, 8], slot=3),
             row("resumed", 2, 3, 0, 1, 4, 1, pages=[3, 6], slot=1),  # its prompt and its output, computed again
         ],
-        2, [],
+        2, [], [],
     )  # fmt: skip
     shape = BatchShape(num_tokens=16, num_rows=6, pages_per_row=4, is_decode=False)
     batch = unpack(step, shape, page_size=4)
@@ -86,7 +86,7 @@ def test_every_array_of_a_mixed_step_by_hand():
 
 
 def test_a_decode_step_with_the_largest_seed():
-    step = ScheduledStep([row("a", 3, 2, 3, 7, 1, 4, pages=[2, 3, 4, 5], slot=1, seed=2**63 - 1)], 1, [])
+    step = ScheduledStep([row("a", 3, 2, 3, 7, 1, 4, pages=[2, 3, 4, 5], slot=1, seed=2**63 - 1)], 1, [], [])
     batch = unpack(step, BatchShape(2, 2, 5, True), page_size=2)
     np.testing.assert_array_equal(batch.tokens.token_ids, [-1, 0])
     np.testing.assert_array_equal(batch.tokens.slot_mapping, [5 * 2 + 1, 0])

@@ -23,12 +23,17 @@ SLOW_CONFIGS = {
     "page_size_1_synchronous": {"page_size": 1, "async_scheduling": False, "decode_steps": 1},
     "page_size_64_chunks_of_7": {"page_size": 64, "max_num_batched_tokens": 7},
     "chunks_of_1": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
+    "no_prefix_cache": {"prefix_cache": False, "page_size": 4, "num_pages": 30},
     "priority": {"policy": "priority", "decode_steps": 3, "page_size": 8, "num_pages": 20},
 }
 
 
 def random_prompt(rng):
-    return rng.integers(3, 320, int(rng.integers(1, 60))).tolist()
+    """Up to 60 tokens, of which the first are often those of other prompts."""
+    prompt = rng.integers(3, 320, int(rng.integers(1, 60)))
+    common = int(rng.integers(0, len(prompt) + 1)) if rng.random() < 0.5 else 0
+    prompt[:common] = np.random.default_rng(0).integers(3, 320, common)
+    return prompt.tolist()
 
 
 def random_params(rng):
@@ -100,6 +105,8 @@ def test_equals_naive_loop(name, model, naive):
     check_equal(engine, naive, 30, seed=1)
     if name == "tiny_pool":
         assert engine.stats().num_preemptions > 5
+        assert engine.stats().num_evictions > 5
+        assert engine.stats().prefix_cache.num_hit_tokens > 100
 
 
 @pytest.mark.slow

@@ -1,8 +1,11 @@
 """hypothesis drives Scheduler and PagePool with a fake device; everything is checked after every move.
 
-The fake device keeps what is written to each place of each page and samples a function of (request, position), so
-every request's output is known in advance, however it was chunked, preempted, run ahead or aborted.
+The fake device keeps what is written to each place of each page: a function of what the row reads before it and of its
+token, as keys and values are. It samples a function of (request, position), so every request's output is known in
+advance, however it was chunked, preempted, run ahead, forked or aborted, and whatever pages it found.
 """
+
+import itertools
 
 import pytest
 from hypothesis import settings
@@ -27,6 +30,9 @@ VOCAB = 40
 STOP = 0
 BAD_WORDS = (*((a, b) for a in range(8) for b in range(1, 8)), (8, 9, 10), (20, 20, 20, 20))
 PROMPTS = st.integers(1, 6) | st.integers(1, MAX_LEN - 1)  # short ones grow far, until pages run out
+SALTS = st.sampled_from([None, None, None, "tenant"])
+PLAIN = SamplingParams()
+PARAMS = st.sampled_from([PLAIN, PLAIN, SamplingParams(prompt_logprobs=0)])
 OUTPUTS = st.just(MAX_LEN) | st.integers(1, MAX_LEN)
 
 
@@ -38,8 +44,8 @@ def sampled(request, position, banned=()):
     return next(token for i in range(VOCAB) if (token := (value + i) % VOCAB) not in banned)
 
 
-def expected(request):
-    output = []
+def expected(request, inherited=()):
+    output = list(inherited)
     while len(output) < request.max_tokens:
         banned = {
             word[-1] for word in request.bad_words if output[max(0, len(output) - len(word) + 1) :] == [*word[:-1]]
@@ -53,26 +59,38 @@ def expected(request):
     return output
 
 
+def written(before, token):
+    """What a device writes for a token, given what it has written for the one before it."""
+    return hash((before, token))
+
+
 class FakeDevice:
     """Runs steps at once and in order, as the device does."""
 
     def __init__(self, page_size):
         self.page_size = page_size
-        self.cache = {}  # place in a page: (request, position, token) written there last
+        self.cache = {}  # place in a page: what was written there last
         self.last_tokens = {}  # by slot
-        self.texts = {}  # prompt and expected output of each request
+        self.texts = {}  # what is written for each token of a request's prompt and expected output
 
     def run(self, step):
         """Returns the sampled tokens of each row."""
-        sampled_tokens = [[] for _ in step.rows]
+        staged = {copy: self.page(copy[0]) for copy in step.copies}
+        for (_, destination), places in staged.items():
+            for i, value in enumerate(places):
+                self.cache[destination * self.page_size + i] = value
+        writes = []
         for row in step.rows:
             tokens = row.request.token_ids(row.start, row.start + row.num_tokens)
             if not tokens:  # not read yet: the step takes the slot's last token
                 assert row.num_tokens == 1
                 tokens = [self.last_tokens[row.request.slot]]
             assert len(tokens) == row.num_tokens
-            for position, token in enumerate(tokens, row.start):
-                self.write(row.request, position, token)
+            writes += [(row.start + i, row.request, token) for i, token in enumerate(tokens)]
+        # In each layer all rows write before any row reads: what a row reads at lower positions is there.
+        for position, request, token in sorted(writes, key=lambda write: write[0]):
+            self.write(request, position, token)
+        sampled_tokens = [[] for _ in step.rows]
         for i in range(max(row.num_samples for row in step.rows)):
             for row, tokens in zip(step.rows, sampled_tokens, strict=True):
                 if i < row.num_samples and not (tokens and self.ends(row.request, tokens[-1])):
@@ -85,24 +103,26 @@ class FakeDevice:
     def sample(self, request, position, write_last):
         if write_last:
             self.write(request, position - 1, self.last_tokens[request.slot])
-        if request not in self.texts:
-            self.texts[request] = [*request.prompt_token_ids, *expected(request)]
         text = self.texts[request]
         if position > len(text):
             return -1  # it has ended, which the host does not know yet
-        for before in range(position):
-            assert self.cache[self.place(request, before)] == (request, before, text[before])
+        assert [self.cache[self.place(request, before)] for before in range(position)] == text[:position]
         banned = request.banned_next_tokens() if request.needs_host_mask else ()
         self.last_tokens[request.slot] = token = sampled(request, position, banned)
         return token
 
     def write(self, request, position, token):
-        self.cache[self.place(request, position)] = (request, position, token)
+        # Nothing was written there if the row has ended, which the host does not know yet.
+        before = self.cache.get(self.place(request, position - 1)) if position else 0
+        self.cache[self.place(request, position)] = written(before, token)
 
     def place(self, request, position):
         page = request.pages[position // self.page_size]
         assert page != 0
         return page * self.page_size + position % self.page_size
+
+    def page(self, page):
+        return [self.cache.get(page * self.page_size + i) for i in range(self.page_size)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -120,27 +140,68 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=data.draw(st.sampled_from(["fcfs", "priority"])),
             decode_steps=data.draw(st.integers(1, 8)),
             async_scheduling=data.draw(st.booleans()),
+            prefix_cache=data.draw(st.sampled_from([True, True, True, False])),
         )
         self.scheduler = Scheduler(self.config, PagePool(self.config.num_pages, page_size))
         self.device = FakeDevice(page_size)
         self.unread = []
         self.requests = []
         self.next_position = {}  # of each request since its last admission: what is to be computed next
+        self.forks = set()
+        self.outputs = {}  # what each request is to say
+        self.meanings = {}  # of every key: salt, tokens, and what is written for the page's tokens
+        self.num_keys_seen = {}  # of each request
 
     @rule(
-        lengths=st.lists(st.tuples(PROMPTS, OUTPUTS), min_size=1, max_size=3),
-        priority=st.integers(-2, 2), mask=st.sampled_from([False, False, False, True]), stop=st.booleans(),
+        lengths=st.lists(st.tuples(PROMPTS, OUTPUTS), min_size=1, max_size=3), common=st.integers(0, MAX_LEN),
+        text=st.integers(1, 2), n=st.sampled_from([1, 1, 1, 3]), salt=SALTS, params=PARAMS, priority=st.integers(-2, 2),
+        mask=st.sampled_from([False, False, False, True]), stop=st.booleans(),
     )  # fmt: skip
-    def add(self, lengths, priority, mask, stop):
+    def add(self, lengths, common, text, n, **options):
+        """Requests for `n` completions each, whose first `common` tokens are those of one of two texts."""
         for prompt, output in lengths:
-            number = len(self.requests)
-            request = Request(
-                str(number), list(range(100, 100 + prompt)), SamplingParams(), min(output, MAX_LEN - prompt), number,
-                stop_token_ids=frozenset({STOP}) if stop else frozenset(), bad_words=BAD_WORDS if mask else (),
-                priority=priority,
+            own = [1000 + len(self.requests)] * max(0, prompt - common)
+            first = self.add_request([*range(100 * text, 100 * text + min(prompt, common)), *own], output, **options)
+            for _ in range(n - 1):
+                self.add_request(first.prompt_token_ids, output, source=first, **options)
+
+    @precondition(lambda self: any(r.is_finished for r in self.requests))
+    @rule(data=st.data(), more=st.integers(1, 4), output=OUTPUTS, salt=SALTS)
+    def follow_up(self, data, more, output, salt):
+        """The next turn of a conversation: a prompt that begins with a request's prompt and output."""
+        before = data.draw(st.sampled_from([r for r in self.requests if r.is_finished]))
+        prompt = [*before.prompt_token_ids, *before.output_token_ids, *range(50, 50 + more)]
+        self.add_request(prompt[: MAX_LEN - 1], output, salt)
+
+    @precondition(lambda self: any(self.is_forkable(r) for r in self.requests))
+    @rule(data=st.data(), count=st.integers(1, 3), priority=st.integers(-2, 2))
+    def fork(self, data, count, priority):
+        source = data.draw(st.sampled_from([r for r in self.requests if self.is_forkable(r)]))
+        for _ in range(count):
+            self.add_request(
+                source.prompt_token_ids, source.max_tokens, source.cache_salt, priority=priority,
+                mask=bool(source.bad_words), stop=bool(source.stop_token_ids), source=source,
+                inherited=source.output_token_ids,
             )  # fmt: skip
-            self.requests.append(request)
-            self.scheduler.add(request)
+
+    def is_forkable(self, request):
+        return not request.is_finished and len(self.requests) < 40
+
+    def add_request(
+        self, prompt, output, salt, params=PLAIN, priority=0, mask=False, stop=False, source=None, inherited=()
+    ):
+        request = Request(
+            str(len(self.requests)), list(prompt), params, min(output, MAX_LEN - len(prompt)), len(self.requests),
+            stop_token_ids=frozenset({STOP}) if stop else frozenset(), bad_words=BAD_WORDS if mask else (),
+            priority=priority, cache_salt=salt, source=source, output_token_ids=list(inherited),
+        )  # fmt: skip
+        self.outputs[request] = expected(request, inherited)
+        text = list(itertools.accumulate([*prompt, *self.outputs[request]], written, initial=0))[1:]
+        self.device.texts[request] = text
+        self.requests.append(request)
+        self.forks |= {request} if source else set()
+        self.scheduler.add(request)
+        return request
 
     @rule(count=st.integers(1, 20))
     def engine_steps(self, count):
@@ -190,7 +251,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in step.admitted:
             assert request in scheduled
             assert all(request.sort_key < other.sort_key for other in self.scheduler.waiting)
-            self.next_position[request] = 0
+            [start] = [row.start for row in rows if row.request is request]
+            known = request.num_known_tokens  # of which the last at least is computed
+            assert start < known
+            assert start % config.page_size == 0 or start == known - 1
+            assert not start or request.params.prompt_logprobs is None or request in self.forks
+            self.next_position[request] = start
+        for source, destination in step.copies:
+            assert source not in [other for _, other in step.copies]
+            assert sum(request.pages.count(destination) for request in self.scheduler.running) == 1
         for row in rows:
             request, start = row.request, row.start
             assert start == self.next_position[request]  # nothing is skipped, nothing computed twice
@@ -206,7 +275,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def read(self):
         step, tokens = self.unread.pop(0)
         for request in self.scheduler.update(step, tokens):
-            assert request.output_token_ids == expected(request)[: len(request.output_token_ids)]
+            assert request.output_token_ids == self.outputs[request][: len(request.output_token_ids)]
+
+    @rule()
+    def forget(self):
+        self.scheduler.pool.forget()
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -222,11 +295,38 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check_integrity()
-        queued = self.scheduler.waiting + self.scheduler.running
+        queued = self.scheduler.waiting + self.scheduler.running + self.scheduler.forks
         assert sorted(queued, key=id) == sorted((r for r in self.requests if not r.is_finished), key=id)
         for request in queued:
             unread = sum(row.num_samples for step, _ in self.unread for row in step.rows if row.request is request)
             assert request.num_in_flight == unread
+        self.check_sharing()
+        self.check_keys()
+
+    def check_sharing(self):
+        """Requests that share a page have the same salt and the same text up to its end."""
+        owners = {}
+        for request in self.scheduler.running:
+            for i, page in enumerate(request.pages):
+                other, place = owners.setdefault(page, (request, i))
+                end = (i + 1) * self.config.page_size
+                assert (place, other.cache_salt) == (i, request.cache_salt)
+                assert other is request or other.token_ids(0, end) == request.token_ids(0, end)
+                assert other is request or len(request.token_ids(0, end)) == end  # full: nobody writes there
+
+    def check_keys(self):
+        """A key means one salt and text, and every page that has it holds just that."""
+        size, pool = self.config.page_size, self.scheduler.pool
+        for request in self.requests:
+            seen = self.num_keys_seen.get(request, 0)
+            for i, key in enumerate(request.page_keys[seen:], seen):
+                tokens = request.token_ids(0, (i + 1) * size)
+                content = list(itertools.accumulate(tokens, written, initial=0))[-size:]
+                meaning = (request.cache_salt, tokens, content)
+                assert self.meanings.setdefault(key, meaning) == meaning
+            self.num_keys_seen[request] = len(request.page_keys)
+        for page, key in pool._keys.items():
+            assert self.device.page(page) == self.meanings[key][2]
 
     def teardown(self):
         """Everything ends, in a bounded number of steps, with the right output and nothing left behind."""
@@ -243,7 +343,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.pool.num_used == 0
         assert self.scheduler.schedule().rows == []
         for request in self.requests:
-            wanted = expected(request)
+            wanted = self.outputs[request]
             if request.finish_reason is FinishReason.ABORT:
                 wanted = wanted[: len(request.output_token_ids)]
             assert request.output_token_ids == wanted

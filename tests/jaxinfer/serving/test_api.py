@@ -33,17 +33,23 @@ def chat_text(llm, messages=HI):
 
 
 def test_a_chat_equals_the_offline_answer_whole_and_streamed(client, offline, llm):
-    wanted = offline(chat_text(llm))
-    whole = client.chat.completions.create(model="tiny", messages=HI, **GREEDY, extra_body=ON)
+    messages = [{"role": "user", "content": "How do you do, and where?"}]
+    wanted = offline(chat_text(llm, messages))
+    options = {"model": "tiny", "messages": messages, "extra_body": ON | {"cache_salt": "chat"}, **GREEDY}
+    whole = client.chat.completions.create(**options)
     [choice] = whole.choices
     assert (choice.message.role, choice.message.content) == ("assistant", wanted.outputs[0].text)
     assert choice.finish_reason == "length"
     assert (whole.object, whole.model) == ("chat.completion", "tiny")
     assert whole.usage.prompt_tokens == len(wanted.prompt_token_ids)  # no BOS beside the template's
     assert (whole.usage.completion_tokens, whole.usage.total_tokens) == (12, len(wanted.prompt_token_ids) + 12)
+    pages = (len(wanted.prompt_token_ids) - 1) // 16
+    assert client.chat.completions.create(**options).usage.prompt_tokens_details.cached_tokens == pages * 16 > 0
     events = list(
         client.chat.completions.create(
-            model="tiny", messages=HI, **GREEDY, extra_body=ON, stream=True, stream_options={"include_usage": True}
+            **options | {"extra_body": ON | {"cache_salt": "another"}},
+            stream=True,
+            stream_options={"include_usage": True},
         )
     )
     assert events[0].choices[0].delta.role == "assistant"
