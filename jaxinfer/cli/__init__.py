@@ -14,6 +14,7 @@ from jaxinfer.cli.options import Settings, debug_option
 from jaxinfer.cli.output import error
 from jaxinfer.cli.pull import pull
 from jaxinfer.cli.run import run
+from jaxinfer.cli.serve import serve
 
 INTERRUPTED = 130
 
@@ -25,7 +26,7 @@ def app() -> None:
     """LLM inference in pure-functional JAX."""
 
 
-for command in (run, chat, pull, info, compile_check, bench):
+for command in (run, chat, serve, pull, info, bench, compile_check):
     app.add_command(debug_option(command))
 
 

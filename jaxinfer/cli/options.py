@@ -36,9 +36,7 @@ debug_option = click.option(
     "--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Show the traceback of an error."
 )
 
-_MODEL = (
-    click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True,
-                 help="A known name, a GGUF file, a model directory, or a hub id."),
+_WEIGHTS = (
     click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
                  help="Precision; by default float32 on CPU, bfloat16 elsewhere."),
     click.option("--quantize", type=click.Choice(["none", "int8", "int4"]),
@@ -48,6 +46,12 @@ _MODEL = (
                       "faster and less exact."),
     click.option("--kv", "kv_dtype", default="auto", show_default=True,
                  help="Precision of keys and values, such as int8, float8, bfloat16; or of each, as int8,bfloat16."),
+)  # fmt: skip
+
+_MODEL = (
+    click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True,
+                 help="A known name, a GGUF file, a model directory, or a hub id."),
+    *_WEIGHTS,
     click.option("--max-model-len", type=int,
                  help=f"Tokens of prompt and answer together; by default the model's limit, at most {DEFAULT_LENGTH}."),
 )  # fmt: skip
@@ -72,6 +76,11 @@ _SAMPLING = (
 def model_options(command: Command) -> Command:
     """Adds the options that choose the model."""
     return _apply(command, _MODEL)
+
+
+def weight_options(command: Command) -> Command:
+    """Adds the options that choose the precision of the model."""
+    return _apply(command, _WEIGHTS)
 
 
 def sampling_options(command: Command) -> Command:
