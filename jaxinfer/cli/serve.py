@@ -55,8 +55,9 @@ from jaxinfer.cli.output import notice
 )
 def serve(
     model: str, dtype: str | None, quantize: str | None, activations: str | None, kv_dtype: str,
-    host: str, port: int, log_level: str, max_body_mib: float, max_model_len: int | None, max_num_seqs: int, max_num_batched_tokens: int,
-    memory_fraction: float, policy: Any, model_name: str | None, api_key: str | None, **limits: Any,
+    host: str, port: int, log_level: str, max_body_mib: float, max_model_len: int | None, max_num_seqs: int,
+    max_num_batched_tokens: int, memory_fraction: float, policy: Any, model_name: str | None, api_key: str | None,
+    **limits: Any,
 ) -> None:  # fmt: skip
     """Serve MODEL to OpenAI clients: completions, chats, streams, metrics.
 
