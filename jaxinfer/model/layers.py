@@ -30,8 +30,9 @@ def linear(
     if len(weights) > 1:
         how = {"preferred_element_type": preferred_element_type, "activations": activations}
         return tuple(linear(x, weight, **how)[0] for weight in weights)
+    [weight] = weights
     contract_inputs = (((1,), (1,)), ((), ()))
-    return (lax.dot_general(x, weights[0], contract_inputs, preferred_element_type=preferred_element_type),)
+    return (lax.dot_general(x, weight, contract_inputs, preferred_element_type=preferred_element_type),)
 
 
 def parameter(module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype: Any) -> Any:
