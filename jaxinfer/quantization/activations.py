@@ -30,8 +30,10 @@ def chosen_activations(activations: str | None, params: Any) -> str | None:
     tiles = any(isinstance(leaf, CpuWeight) for leaf in packed)
     if activations is None:
         return "int16" if tiles else None
+    if activations == "float32":
+        return None  # as they are, which needs no packed weights
     if not packed:
         raise ValueError(f'{activations=} goes with packed weights, and none are: set quantize to "int8" or "int4"')
     if activations == "int16" and not tiles:
         raise ValueError('activations="int16" is for the C++ kernels of CPUs; use "int8" or "float32" here')
-    return None if activations == "float32" else activations
+    return activations
