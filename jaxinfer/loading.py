@@ -23,6 +23,7 @@ from jaxinfer.model.families import config_from_gguf, config_from_hf
 from jaxinfer.model.params import Params, abstract_params
 from jaxinfer.model.weight_names import IGNORED, gguf_name, gguf_transform, hf_name, parameter_paths
 from jaxinfer.quantization import is_packed
+from jaxinfer.quantization.activations import check_activations, chosen_activations
 from jaxinfer.quantization.packing import QUANTIZE, pack_params, packed_plan
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
@@ -93,9 +94,11 @@ def load(
         quantize: "int8" or "int4" packs every matrix of a model in 8 or 4 bits, rounded to nearest; "none" expands
             packed ones to `dtype`. None keeps what a GGUF file has packed as it is, on one device; over a mesh and
             from other files it is "none".
-        activations: "int8" rounds what packed weights are multiplied with to 8 bits (on CPU one scale for 32 inputs, as
-            llama.cpp does): on CPU prompts and decoding take about two thirds of the time, at a small loss of accuracy,
-            and a token may then depend on how requests are batched. None multiplies them as they are.
+        activations: what packed weights are multiplied with. "float32": the activations as they are, in `dtype`.
+            "int16": rounded to 16 bits on the way into a product, one scale for 32 inputs, an error of 2**-16 of the
+            largest of them. "int8": rounded to 8 bits in the same way, as llama.cpp does: faster, but a near tie may go
+            the other way, and that may depend on how requests are batched. None takes "int16" for the C++ kernels of
+            CPUs and "float32" elsewhere.
         mesh: shards the weights over its devices by `rules`; None puts them on the default device.
         rules: logical axes to mesh axes; None takes the defaults of `AxisRules`.
         progress: called with bytes done and in all during a download.
@@ -110,10 +113,7 @@ def load(
     if path.is_file() and path.suffix == ".safetensors":
         raise ValueError(f"{path} is a weight file alone; give the directory with its config.json and tokenizer.json")
     read = _load_gguf if path.is_file() else _load_orbax if orbax_io.is_checkpoint(path) else _load_hf
-    loaded = read(path, options)
-    if activations is not None and not _has_packed(loaded.params):
-        raise ValueError(f'{activations=} goes with packed weights, and none are: set quantize to "int8" or "int4"')
-    return loaded
+    return read(path, options)
 
 
 def _has_packed(params: Params) -> bool:
@@ -134,8 +134,7 @@ class _Options:
     def __post_init__(self) -> None:
         if self.quantize not in (*QUANTIZE, None):
             raise ValueError(f"quantize must be one of {', '.join(QUANTIZE)} or None, got {self.quantize!r}")
-        if self.activations not in ("int8", None):
-            raise ValueError(f'activations must be "int8" or None, got {self.activations!r}')
+        check_activations(self.activations)
         if self.mesh is not None and self.quantize in ("int8", "int4"):
             raise ValueError(f"quantize={self.quantize!r} packs weights for one device so far: leave out the mesh")
 
@@ -150,9 +149,9 @@ class _Options:
             return plan
         return packed_plan(plan, source, flatten(abstract), self.quantize)
 
-    def decoder(self, config: ModelConfig) -> Decoder:
+    def decoder(self, config: ModelConfig, params: Params) -> Decoder:
         """Returns the decoder for the parameters."""
-        return Decoder(config, self.dtype, activations=self.activations)
+        return Decoder(config, self.dtype, activations=chosen_activations(self.activations, params))
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
@@ -192,7 +191,7 @@ def _load_gguf(path: Path, options: _Options) -> Model:
         plan = {gguf_name(leaf): Target(leaf, gguf_transform(config, leaf)) for leaf in parameter_paths(abstract)}
         plan = options.packed(plan, file, abstract)
         params = load_tree(file, plan, abstract, ignore=IGNORED, shardings=placements, progress=options.progress)
-    return Model(config, options.decoder(config), params, tokenizer, SamplingParams())
+    return Model(config, options.decoder(config, params), params, tokenizer, SamplingParams())
 
 
 def _load_hf(path: Path, options: _Options) -> Model:
@@ -201,7 +200,7 @@ def _load_hf(path: Path, options: _Options) -> Model:
     params = load_hf_params(path, config, *options.leaves(config), options.progress, options.packed)
     generation = path / "generation_config.json"
     sampling = _default_sampling(_read_json(generation)) if generation.is_file() else SamplingParams()
-    return Model(config, options.decoder(config), params, tokenizer, sampling)
+    return Model(config, options.decoder(config, params), params, tokenizer, sampling)
 
 
 def load_hf_params(
@@ -238,7 +237,7 @@ def _load_orbax(path: Path, options: _Options) -> Model:
         options.progress(total, total)
     if options.quantize in ("int8", "int4"):
         params = pack_params(params, options.quantize)
-    return Model(config, options.decoder(config), params, tokenizer, sampling)
+    return Model(config, options.decoder(config, params), params, tokenizer, sampling)
 
 
 def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:

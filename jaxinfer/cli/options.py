@@ -41,8 +41,9 @@ _MODEL = (
                  help="Precision; by default float32 on CPU, bfloat16 elsewhere."),
     click.option("--quantize", type=click.Choice(["none", "int8", "int4"]),
                  help="Pack the weights in 8 or 4 bits; by default as the file has them, expanded with none."),
-    click.option("--activations", type=click.Choice(["int8"]),
-                 help="Round what packed weights are multiplied with to 8 bits: faster prompts, less exact."),
+    click.option("--activations", type=click.Choice(["float32", "int16", "int8"]),
+                 help="What packed weights are multiplied with; by default int16 on CPU, float32 elsewhere. int8 is "
+                      "faster and less exact."),
     click.option("--max-model-len", type=int,
                  help=f"Tokens of prompt and answer together; by default the model's limit, at most {DEFAULT_LENGTH}."),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.model.batch import TokenBatch
-from jaxinfer.model.layers import Linear, RMSNorm
+from jaxinfer.model.layers import Linear, RMSNorm, project
 from jaxinfer.model.rope import apply_rope
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import Schedule, ragged_paged_attention
@@ -38,13 +38,10 @@ class Attention(nn.Module):
         """Returns f[T, D] and the layer's pages with this step's keys and values written."""
         c, T = self.config, x.shape[0]
 
-        def project(name: str, heads: int, axis: str) -> jax.Array:
-            y = Linear(heads * c.head_dim, (axis, "embed"), self.dtype, c.qkv_bias, self.activations, name=name)(x)
-            return y.reshape(T, heads, c.head_dim)
-
-        q = project("q", c.num_heads, "heads")
-        k = project("k", c.num_kv_heads, "kv_heads")
-        v = project("v", c.num_kv_heads, "kv_heads")
+        options = (self.dtype, c.qkv_bias, self.activations)
+        shapes = {"q": (c.num_heads, "heads"), "k": (c.num_kv_heads, "kv_heads"), "v": (c.num_kv_heads, "kv_heads")}
+        layers = (Linear(n * c.head_dim, (axis, "embed"), *options, name=name) for name, (n, axis) in shapes.items())
+        q, k, v = (y.reshape(T, -1, c.head_dim) for y in project(x, *layers))
         if c.qk_norm:
             q = RMSNorm(c.rms_norm_eps, self.dtype, "head_dim", name="q_norm")(q)
             k = RMSNorm(c.rms_norm_eps, self.dtype, "head_dim", name="k_norm")(k)

@@ -65,7 +65,7 @@ class Decoder(nn.Module):
         config: shape and options.
         dtype: of activations and KV cache, and of weights that are not packed.
         implementation: of attention; None for the fastest that accepts.
-        activations: how products with packed weights treat their input: "int8" rounds it first, None does not.
+        activations: how products with packed weights round their input first: "int16", "int8", or None, not at all.
     """
 
     config: ModelConfig
@@ -108,4 +108,4 @@ class Decoder(nn.Module):
     def logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
         """Returns f32[S, V] of hidden states that `__call__` returned."""
         head = self.embed if self.config.tie_word_embeddings else self.lm_head
-        return linear(hidden, head.weight, jnp.float32, self.activations)
+        return linear(hidden, head.weight, preferred_element_type=jnp.float32, activations=self.activations)[0]

@@ -13,21 +13,25 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.quantization import is_packed, take_rows
-from pallas_kernels.quantized_matmul import quantized_matmul
+from pallas_kernels.quantized_matmul import quantized_matmuls
 
 _matrix_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2)
 
 
 def linear(
-    x: Float[Array, "T D"], weight: Any, preferred_element_type: Any = None, activations: str | None = None
-) -> Float[Array, "T F"]:
-    """Returns x @ weight.T for a weight f[F, D], an array or a `QArray`: the one matrix product of the decoder.
+    x: Float[Array, "T D"], *weights: Any, preferred_element_type: Any = None, activations: str | None = None
+) -> tuple[jax.Array, ...]:
+    """Returns x @ weight.T for each weight f[F, D], an array or a `QArray`: the one matrix product of the decoder.
 
     `activations` is how `quantized_matmul` treats x; a weight that is not packed takes it as it is.
     """
-    if is_packed(weight):
-        return quantized_matmul(x, weight, activations=activations, out_dtype=preferred_element_type)
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=preferred_element_type)
+    if all(is_packed(weight) for weight in weights):
+        return quantized_matmuls(x, weights, activations=activations, out_dtype=preferred_element_type)
+    if len(weights) > 1:
+        how = {"preferred_element_type": preferred_element_type, "activations": activations}
+        return tuple(linear(x, weight, **how)[0] for weight in weights)
+    contract_inputs = (((1,), (1,)), ((), ()))
+    return (lax.dot_general(x, weights[0], contract_inputs, preferred_element_type=preferred_element_type),)
 
 
 def parameter(
@@ -70,15 +74,25 @@ class Linear(nn.Module):
     activations: str | None = None
 
     @nn.compact
+    def parameters(self, in_features: int) -> tuple[Any, Any]:
+        """Returns the weight and the bias or None."""
+        weight = parameter(self, "weight", _matrix_init, self.axes, (self.features, in_features), self.dtype)
+        if not self.use_bias:
+            return weight, None
+        return weight, parameter(
+            self, "bias", nn.initializers.zeros_init(), self.axes[:1], (self.features,), self.dtype
+        )
+
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T F"]:
         """Returns f[T, features]."""
-        shape = (self.features, x.shape[-1])
-        weight = parameter(self, "weight", _matrix_init, self.axes, shape, self.dtype)
-        y = linear(x, weight, activations=self.activations)
-        if self.use_bias:
-            zeros = nn.initializers.zeros_init()
-            y += parameter(self, "bias", zeros, self.axes[:1], (self.features,), self.dtype)[None, :]
-        return y
+        return project(x, self)[0]
+
+
+def project(x: Float[Array, "T D"], *layers: Linear) -> tuple[jax.Array, ...]:
+    """Returns `layer(x)` of each layer, in one product where that saves time."""
+    weights, biases = zip(*(layer.parameters(x.shape[-1]) for layer in layers))
+    outs = linear(x, *weights, activations=layers[0].activations)
+    return tuple(y if bias is None else y + bias[None, :] for y, bias in zip(outs, biases))
 
 
 class RMSNorm(nn.Module):
@@ -109,6 +123,5 @@ class MLP(nn.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Returns f[T, D]."""
         inner, options = self.intermediate_size, (self.dtype, self.use_bias, self.activations)
-        gate = Linear(inner, ("mlp", "embed"), *options, name="gate")(x)
-        up = Linear(inner, ("mlp", "embed"), *options, name="up")(x)
+        gate, up = project(x, *(Linear(inner, ("mlp", "embed"), *options, name=name) for name in ("gate", "up")))
         return Linear(x.shape[-1], ("embed", "mlp"), *options, name="down")(jax.nn.silu(gate) * up)

@@ -1,6 +1,6 @@
 """Products with weights in 4 to 8 bits: of float activations, or of activations quantized as they come."""
 
-from pallas_kernels.quantized_matmul.api import quantized_matmul
+from pallas_kernels.quantized_matmul.api import quantized_matmul, quantized_matmuls
 from pallas_kernels.quantized_matmul.cpu_gguf import repack_gguf
 from pallas_kernels.quantized_matmul.cpu_packing import pack_cpu, quantize_cpu_weight
 from pallas_kernels.quantized_matmul.cpu_weights import CpuWeight, dequantize_cpu_weight, take_rows, unpack_codes
@@ -15,6 +15,7 @@ __all__ = [
     "quantize_cpu_weight",
     "quantize_weight",
     "quantized_matmul",
+    "quantized_matmuls",
     "repack_gguf",
     "take_rows",
     "unpack_codes",

@@ -1,6 +1,7 @@
 """Public function of the quantized matmul: checks, gradient and dispatch."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,12 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.pages import FLOAT8
 from pallas_kernels.quantized_matmul.activations import ACTIVATIONS, quantize_per_token
-from pallas_kernels.quantized_matmul.cpu import check_cpu_weight, quantized_matmul_cpu, quantized_matmul_jnp
+from pallas_kernels.quantized_matmul.cpu import (
+    CPU_ACTIVATIONS,
+    check_cpu_weight,
+    quantized_matmul_cpu,
+    quantized_matmul_jnp,
+)
 from pallas_kernels.quantized_matmul.cpu_weights import CpuWeight, dequantize_cpu_weight
 from pallas_kernels.quantized_matmul.reference import quantized_matmul_reference
 from pallas_kernels.quantized_matmul.tpu_tiles import prefer_xla
@@ -38,7 +44,7 @@ def _cpu(*args: Any, **kwargs: Any) -> jax.Array:
     raise NotImplementedError("cpu needs a CpuWeight; pack it with quantize_cpu_weight, pack_cpu or repack_gguf")
 
 
-def _not_of_cpu_weights(*args: Any, **kwargs: Any) -> jax.Array:
+def _not_of_cpu_weights(*args: Any, **kwargs: Any) -> tuple[jax.Array, ...]:
     raise NotImplementedError("a CpuWeight is laid out for CPUs; quantize_weight makes one for GPUs and TPUs")
 
 
@@ -49,7 +55,7 @@ IMPLEMENTATIONS = {
     "xla": quantized_matmul_xla,
     "reference": quantized_matmul_reference,
 }
-CPU_WEIGHT_IMPLEMENTATIONS = {  # the same names
+CPU_WEIGHT_IMPLEMENTATIONS = {  # the same names; these take several weights
     "mosaic_gpu": _not_of_cpu_weights,
     "mosaic_tpu": _not_of_cpu_weights,
     "cpu": quantized_matmul_cpu,
@@ -77,7 +83,7 @@ def quantized_matmul(
         weight: the matrix f[N, K]: int8, float8 or 4 bits; a `CpuWeight` for CPUs.
         activations: None multiplies `x` as it is; "int8" and "float8" first quantize it, one scale a row (see
             `quantize_per_token`), for integer and for float8 weights: twice the arithmetic rate, some accuracy lost.
-            A `CpuWeight` takes "int8", with one scale a row and 32 inputs (see `round_activations`).
+            A `CpuWeight` takes "int16" and "int8", with one scale a row and 32 inputs (see `round_activations`).
         out_dtype: floating type of the result, None for that of `x`.
         implementation: "mosaic_gpu", "mosaic_tpu", "cpu", "xla", "reference", or None for the fastest that accepts.
 
@@ -85,77 +91,110 @@ def quantized_matmul(
         ValueError: shapes or types do not fit together, the implementation is unknown, or a gradient with respect to
             the weight is asked for.
     """
-    packed = isinstance(weight, CpuWeight)
-    check_cpu_weight(weight) if packed else _check_weight(weight)
-    N, K = weight.shape
-    if not x.ndim or x.shape[-1] != K:
-        raise ValueError(f"x must have shape [..., K={K}], the inputs of the weight {weight.shape}, got {x.shape}")
-    if x.dtype not in _FLOATS:
-        raise ValueError(f'x must be bf16, f16 or f32, got {x.dtype}; to multiply integers set activations="int8"')
-    if activations not in (None, *ACTIVATIONS):
-        raise ValueError(f"activations must be one of {ACTIVATIONS} or None, got {activations!r}")
-    fitting = "float8" if weight.data.dtype == FLOAT8 else "int8"
-    if activations not in (None, fitting):
-        raise ValueError(f'{activations=} does not go with {weight.data.dtype} weights; use "{fitting}" or None')
+    [product] = quantized_matmuls(
+        x, (weight,), activations=activations, out_dtype=out_dtype, implementation=implementation
+    )
+    return product
+
+
+def quantized_matmuls(
+    x: Float[Array, "*batch K"],
+    weights: Sequence[QuantizedWeight | CpuWeight],
+    *,
+    activations: str | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, ...]:
+    """Returns `quantized_matmul(x, weight)` of each weight, all of one type; on a CPU in one call if of one format.
+
+    Arguments and errors are those of `quantized_matmul`.
+    """
+    for weight in weights:
+        _check(x, weight, activations)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if out_dtype not in _FLOATS:
         raise ValueError(f"out_dtype must be bf16, f16, f32 or None, got {out_dtype}")
     if not x.size:
-        return jnp.zeros((*x.shape[:-1], N), out_dtype)
-    product = _product(x.reshape(-1, K), weight, activations, out_dtype, implementation)
-    return product.reshape(*x.shape[:-1], N)
+        return tuple(jnp.zeros((*x.shape[:-1], weight.shape[0]), out_dtype) for weight in weights)
+    products = _products(x.reshape(-1, x.shape[-1]), tuple(weights), activations, out_dtype, implementation)
+    return tuple(product.reshape(*x.shape[:-1], product.shape[1]) for product in products)
+
+
+def _check(x: jax.Array, weight: QuantizedWeight | CpuWeight, activations: str | None) -> None:
+    packed = isinstance(weight, CpuWeight)
+    check_cpu_weight(weight) if packed else _check_weight(weight)
+    K = weight.shape[1]
+    if not x.ndim or x.shape[-1] != K:
+        raise ValueError(f"x must have shape [..., K={K}], the inputs of the weight {weight.shape}, got {x.shape}")
+    if x.dtype not in _FLOATS:
+        raise ValueError(f'x must be bf16, f16 or f32, got {x.dtype}; to multiply integers set activations="int8"')
+    known = {*CPU_ACTIVATIONS, *ACTIVATIONS}
+    if activations not in (None, *known):
+        raise ValueError(f"activations must be one of {sorted(known)} or None, got {activations!r}")
+    fitting = CPU_ACTIVATIONS if packed else ("float8",) if weight.data.dtype == FLOAT8 else ("int8",)
+    if activations not in (None, *fitting):
+        choice = " or ".join(f'"{each}"' for each in fitting)
+        raise ValueError(
+            f"{activations=} does not go with {weight.data.dtype} weights in {type(weight).__name__}; "
+            f"use {choice} or None"
+        )
+
+
+type _Weights = tuple[QuantizedWeight | CpuWeight, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _product(
-    x: jax.Array,
-    weight: QuantizedWeight | CpuWeight,
-    activations: str | None,
-    out_dtype: jnp.dtype,
-    implementation: str | None,
-) -> jax.Array:
-    if isinstance(weight, CpuWeight):
+def _products(
+    x: jax.Array, weights: _Weights, activations: str | None, out_dtype: jnp.dtype, implementation: str | None
+) -> tuple[jax.Array, ...]:
+    if isinstance(weights[0], CpuWeight):
         how = {"activations": activations, "out_dtype": out_dtype}
-        return dispatch("quantized_matmul", CPU_WEIGHT_IMPLEMENTATIONS, implementation, x, weight, **how)
+        return dispatch("quantized_matmul", CPU_WEIGHT_IMPLEMENTATIONS, implementation, x, *weights, **how)
     x_scale = None
     if activations is not None:
         x, x_scale = quantize_per_token(x, activations)
-    if implementation is None and current_target().platform == "tpu" and prefer_xla(x.shape[0], weight):
-        implementation = "xla"
-    return dispatch(
-        "quantized_matmul", IMPLEMENTATIONS, implementation, x, weight, x_scale=x_scale, out_dtype=out_dtype
-    )
+
+    def product(weight: Any) -> jax.Array:
+        name = implementation
+        if name is None and current_target().platform == "tpu" and prefer_xla(x.shape[0], weight):
+            name = "xla"
+        return dispatch("quantized_matmul", IMPLEMENTATIONS, name, x, weight, x_scale=x_scale, out_dtype=out_dtype)
+
+    return tuple(product(weight) for weight in weights)
 
 
-def _forward(x: Any, weight: Any, *static: Any) -> tuple[jax.Array, tuple[jax.Array, QuantizedWeight | CpuWeight]]:
-    if any(leaf.perturbed for leaf in jax.tree.leaves(weight)):
+def _forward(x: Any, weights: Any, *static: Any) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, _Weights]]:
+    if any(leaf.perturbed for leaf in jax.tree.leaves(weights)):
         raise ValueError(
             "quantized_matmul has no gradient with respect to a quantized weight; differentiate with respect to x, "
             "and keep the weight out of the differentiated arguments or behind jax.lax.stop_gradient"
         )
-    weight = jax.tree.map(_value, weight)
+    weights = jax.tree.map(_value, weights)
     empty = jnp.zeros((0,), x.value.dtype)  # carries the type of x
-    return _product(x.value, weight, *static), (empty, weight)
+    return _products(x.value, weights, *static), (empty, weights)
 
 
 def _backward(
-    activations: str | None, out_dtype: jnp.dtype, implementation: str | None, kept: Any, cotangent: Any
+    activations: str | None, out_dtype: jnp.dtype, implementation: str | None, kept: Any, cotangents: Any
 ) -> tuple[jax.Array | None, None]:
-    empty, weight = kept
-    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return None, None
-    matrix = dequantize_cpu_weight(weight) if isinstance(weight, CpuWeight) else dequantize_weight(weight)
-    matrix = matrix.astype(empty.dtype)
+    empty, weights = kept
     precision = lax.Precision.HIGHEST if empty.dtype == jnp.float32 else None
-    gradient = lax.dot(cotangent.astype(empty.dtype), matrix, precision=precision, preferred_element_type=jnp.float32)
-    return gradient.astype(empty.dtype), None
+    gradient = None
+    for weight, cotangent in zip(weights, cotangents):
+        if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+            continue
+        matrix = dequantize_cpu_weight(weight) if isinstance(weight, CpuWeight) else dequantize_weight(weight)
+        matrix = matrix.astype(empty.dtype)
+        part = lax.dot(cotangent.astype(empty.dtype), matrix, precision=precision, preferred_element_type=jnp.float32)
+        gradient = part if gradient is None else gradient + part
+    return None if gradient is None else gradient.astype(empty.dtype), None
 
 
 def _value(primal: Any) -> jax.Array:
     return primal.value
 
 
-_product.defvjp(_forward, _backward, symbolic_zeros=True)
+_products.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _check_weight(weight: QuantizedWeight) -> None:

@@ -9,23 +9,26 @@ from jaxtyping import Array, Float
 from pallas_kernels.cpu import Library, require_cpu
 from pallas_kernels.quantized_matmul.cpu_weights import BITS, INPUTS, ROWS, CpuWeight, dequantize_cpu_weight
 
+CPU_ACTIVATIONS = ("int16", "int8")
+_BITS = {None: 32, "int16": 16, "int8": 8}
 _TYPES = (jnp.float32, jnp.bfloat16)
 
 
 def quantized_matmul_cpu(
     x: Float[Array, "M K"],
-    weight: CpuWeight,
-    *,
+    *weights: CpuWeight,
     activations: str | None = None,
     out_dtype: jax.typing.DTypeLike = jnp.float32,
     library: Library | None = None,
-) -> Float[Array, "M N"]:
-    """Returns `x @ dequantize_cpu_weight(weight).T`, summed in f32, on the CPU's own integer units.
+) -> tuple[jax.Array, ...]:
+    """Returns `x @ dequantize_cpu_weight(weight).T`, f[M, N] of each weight, summed in f32, on the CPU's vector units.
+
+    Weights of one format take one call, in which x is rounded once and threads meet once.
 
     Args:
         x: f32 or bf16.
-        weight: the matrix f[N, K].
-        activations: None for exact products; "int8" rounds `x` as `round_activations` does, much faster.
+        *weights: matrices f[N, K].
+        activations: None for products of `x` as it is; "int16" and "int8" round it as `round_activations` does.
         out_dtype: f32 or bf16.
         library: the compiled kernels, by default those for the best instructions of this machine.
 
@@ -36,37 +39,49 @@ def quantized_matmul_cpu(
     for name, dtype in (("x", x.dtype), ("out_dtype", jnp.dtype(out_dtype))):
         if dtype not in _TYPES:
             raise NotImplementedError(f"cpu needs {name} in f32 or bf16, got {dtype}")
-    check_cpu_weight(weight)
-    if activations is not None and weight.group < INPUTS and weight.bits != 6:
-        raise NotImplementedError(f"cpu multiplies int8 by groups of {weight.group} for 6 bits only, not {weight.bits}")
-    M, N = x.shape[0], weight.num_rows
-    call = jax.ffi.ffi_call(
-        library.target("quantized_matmul"), jax.ShapeDtypeStruct((M, N), out_dtype), vmap_method="sequential"
-    )
-    offset = jnp.zeros((0,), jnp.float16) if weight.offset is None else weight.offset
-    return call(x, weight.data, weight.scale, offset, int8=np.bool_(activations is not None))
+    if len({(weight.bits, weight.group, weight.offset is None) for weight in weights}) > 1:
+        options = {"activations": activations, "out_dtype": out_dtype, "library": library}
+        return tuple(quantized_matmul_cpu(x, weight, **options)[0] for weight in weights)
+    operands = []
+    for weight in weights:
+        check_cpu_weight(weight)
+        offset = jnp.zeros((0,), jnp.float16) if weight.offset is None else weight.offset
+        operands += [weight.data, weight.scale, offset]
+    bits, group = weights[0].bits, weights[0].group
+    if activations is not None and group < INPUTS and bits != 6:
+        raise NotImplementedError(f"cpu multiplies integers by groups of {group} for 6 bits only, not {bits}")
+    shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], weight.num_rows), out_dtype) for weight in weights)
+    call = jax.ffi.ffi_call(library.target("quantized_matmul"), shapes, vmap_method="sequential")
+    return tuple(call(x, *operands, activation_bits=np.int32(_BITS[activations])))
 
 
 def quantized_matmul_jnp(
-    x: Float[Array, "M K"], weight: CpuWeight, *, activations: str | None, out_dtype: jax.typing.DTypeLike
-) -> Float[Array, "M N"]:
-    """Returns the product of the dequantized matrix in f32: what the kernel has to compute; arguments as there."""
-    values = round_activations(x) if activations is not None else x.astype(jnp.float32)
+    x: Float[Array, "M K"], *weights: CpuWeight, activations: str | None, out_dtype: jax.typing.DTypeLike
+) -> tuple[jax.Array, ...]:
+    """Returns the products of the dequantized matrices in f32: what the kernel has to compute; arguments as there."""
+    values = x.astype(jnp.float32) if activations is None else round_activations(x, activations)
     one = values.shape[0] == 1  # XLA is slow at one row alone
     values = jnp.pad(values, ((0, 1), (0, 0))) if one else values
     contract_inputs = (((1,), (1,)), ((), ()))
-    product = lax.dot_general(values, dequantize_cpu_weight(weight), contract_inputs, precision=lax.Precision.HIGHEST)
-    return (product[:1] if one else product).astype(out_dtype)
+
+    def product(weight: CpuWeight) -> jax.Array:
+        matrix = dequantize_cpu_weight(weight)
+        result = lax.dot_general(values, matrix, contract_inputs, precision=lax.Precision.HIGHEST)
+        return (result[:1] if one else result).astype(out_dtype)
+
+    return tuple(product(weight) for weight in weights)
 
 
-def round_activations(x: Float[Array, "M K"]) -> Float[Array, "M K"]:
-    """Returns f32 values of 8-bit codes, one scale a row and 32 inputs, whose largest magnitude becomes 127.
+def round_activations(x: Float[Array, "M K"], kind: str) -> Float[Array, "M K"]:
+    """Returns f32 values of integer codes, one scale a row and 32 inputs.
 
-    Rounding is to nearest, ties to even. A NaN or an infinity makes its block, hence its row of a product, NaN.
+    The largest magnitude becomes the largest code, 32767 ("int16") or 127 ("int8"). Rounding is to nearest, ties to
+    even. A NaN or an infinity makes its block, hence its row of a product, NaN.
     """
+    most = np.float32(jnp.iinfo(kind).max)
     blocks = x.astype(jnp.float32).reshape(x.shape[0], -1, INPUTS)
     size = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1, keepdims=True), 1e-30)
-    return (jnp.round(blocks * (127.0 / size)) * (size * np.float32(1 / 127))).reshape(x.shape)
+    return (jnp.round(blocks * (most / size)) * (size * (1 / most))).reshape(x.shape)
 
 
 def check_cpu_weight(weight: CpuWeight) -> None:

@@ -7,10 +7,11 @@
 namespace jaxinfer {
 namespace {
 
+// Rows of tiles in a panel, and rows of x that share it: kWidth * kMost sums in registers.
 #if defined(__AVX2__)
-constexpr int kWidth = 2;  // rows of tiles in a panel: kWidth * kMost sums in registers
+constexpr int kWidth = 2, kMost = 6;
 #else
-constexpr int kWidth = 1;
+constexpr int kWidth = 1, kMost = 2;
 #endif
 
 struct Cursor {
@@ -133,23 +134,23 @@ void for_bits(int bits, void (*four)(Args...), void (*five)(Args...), void (*six
 
 }  // namespace
 
-void float_product(const Problem& p, xla::ffi::ThreadPool& pool) {
+void float_product(const Problems& problems, xla::ffi::ThreadPool& pool) {
+  const Problem& p = problems[0];
   static thread_local std::vector<float> spread;
   float* x = scratch(spread, p.M * p.K);
-  const Blocks blocks(p.M);
+  const Blocks blocks(p.M, kMost);
   parallel_for(pool, blocks.num, std::max<int64_t>(1, 32768 / (p.K * kMost)), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       for (int m = 0; m < blocks.size(i); ++m) spread_row(p, x, blocks.begin(i), blocks.size(i), m);
   });
-  const int64_t piece = piece_of(p, blocks.num, pool.num_threads());
   if (p.M == 1) {
-    parallel_for(pool, p.tile_rows(), piece, [&](int64_t begin, int64_t end) {
+    for_tile_rows(problems, pool, 1, 1, [&](const Problem& p, int64_t begin, int64_t end) {
       for_bits<const Problem&, const float*, int64_t, int64_t>(p.bits, one_row_piece<4>, one_row_piece<5>,
                                                                one_row_piece<6>, one_row_piece<8>, p, x, begin, end);
     });
     return;
   }
-  parallel_for(pool, p.tile_rows(), (piece + kWidth - 1) / kWidth * kWidth, [&](int64_t begin, int64_t end) {
+  for_tile_rows(problems, pool, blocks.num, kWidth, [&](const Problem& p, int64_t begin, int64_t end) {
     static thread_local std::vector<float> memory;
     float* panel = scratch(memory, p.K * kWidth * kRows);
     for (int64_t tile_row = begin; tile_row < end; tile_row += kWidth) {

@@ -11,16 +11,11 @@
 namespace jaxinfer {
 
 constexpr int kRows = 8, kInputs = 32;  // of a tile
-#if defined(__AVX2__)
-constexpr int kMost = 6;  // rows of x that share an unpacked tile: what the registers hold
-#else
-constexpr int kMost = 2;
-#endif
 
-// Rows of x are cut into blocks of nearly equal size, at most kMost.
+// Rows of x are cut into blocks of nearly equal size.
 struct Blocks {
   int64_t M, num;
-  explicit Blocks(int64_t M) : M(M), num((M + kMost - 1) / kMost) {}
+  Blocks(int64_t M, int most) : M(M), num((M + most - 1) / most) {}
   int64_t begin(int64_t i) const { return i * M / num; }
   int size(int64_t i) const { return static_cast<int>(begin(i + 1) - begin(i)); }
 };
@@ -41,8 +36,12 @@ struct Problem {
   int64_t row_bytes() const { return tiles() * bits * 32; }
 };
 
-void float_product(const Problem& p, xla::ffi::ThreadPool& pool);
-void int8_product(const Problem& p, xla::ffi::ThreadPool& pool);
+// Of one x and one format, N, the weight and the result apart.
+using Problems = std::vector<Problem>;
+
+void float_product(const Problems& problems, xla::ffi::ThreadPool& pool);
+void int16_product(const Problems& problems, xla::ffi::ThreadPool& pool);
+void int8_product(const Problems& problems, xla::ffi::ThreadPool& pool);
 
 inline float bf16_to_float(uint16_t bits) {
   uint32_t word = static_cast<uint32_t>(bits) << 16;
@@ -102,12 +101,26 @@ T* scratch(std::vector<T>& memory, int64_t count) {
   return memory.data();
 }
 
-// Rows of tiles that a thread takes at once: few enough to balance and to stay in a cache while all of x passes.
-inline int64_t piece_of(const Problem& p, int64_t blocks, int64_t threads) {
+// Calls body(problem, begin, end) for rows of tiles of all problems. A thread takes a multiple of `unit` of them at once:
+// few enough to balance and to stay in a cache while all of x passes.
+template <class Body>
+void for_tile_rows(const Problems& problems, xla::ffi::ThreadPool& pool, int64_t blocks, int64_t unit,
+                   const Body& body) {
+  const Problem& p = problems[0];
+  int64_t total = 0;
+  for (const Problem& each : problems) total += each.tile_rows();
   const int64_t row_bytes = p.row_bytes() + p.scales() * (p.offset ? 4 : 2);
-  int64_t piece = std::max<int64_t>(1, p.tile_rows() / (4 * std::max<int64_t>(1, threads)));
+  int64_t piece = std::max<int64_t>(1, total / (4 * std::max<int64_t>(1, pool.num_threads())));
   piece = std::min(piece, std::max<int64_t>(1, (128 << 10) / row_bytes));
-  return std::max(piece, (16 << 10) / (row_bytes * blocks) + 1);
+  piece = std::max(piece, (16 << 10) / (row_bytes * blocks) + 1);
+  parallel_for(pool, total, (piece + unit - 1) / unit * unit, [&](int64_t begin, int64_t end) {
+    int64_t first = 0;
+    for (const Problem& each : problems) {
+      const int64_t from = std::max(begin - first, int64_t{0}), to = std::min(end - first, each.tile_rows());
+      if (from < to) body(each, from, to);
+      first += each.tile_rows();
+    }
+  });
 }
 
 }  // namespace jaxinfer

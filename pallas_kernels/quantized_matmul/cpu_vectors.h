@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -37,6 +37,12 @@ JAXINFER_INLINE Ints splat4(const int8_t* x) {  // 4 bytes for each row
   int32_t word;
   std::memcpy(&word, x, 4);
   return Ints{word, word, word, word, word, word, word, word};
+}
+
+JAXINFER_INLINE Shorts splat2(const int16_t* x) {  // 2 numbers for each row
+  int32_t word;
+  std::memcpy(&word, x, 4);
+  return (Shorts)Ints{word, word, word, word, word, word, word, word};
 }
 
 JAXINFER_INLINE Floats to_float(Ints v) { return __builtin_convertvector(v, Floats); }
@@ -113,6 +119,21 @@ JAXINFER_INLINE Ints add_pairs(Shorts v) {
 #endif
 }
 
+// a * b, summed over pairs.
+JAXINFER_INLINE Ints pair_sums(Shorts a, Shorts b) {
+#if defined(__AVX2__)
+  return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  __m128i x[2], y[2];
+  std::memcpy(x, &a, sizeof x);
+  std::memcpy(y, &b, sizeof y);
+  for (int i = 0; i < 2; ++i) x[i] = _mm_madd_epi16(x[i], y[i]);
+  return load<Ints>(x);
+#else
+  return ((Ints)a << 16 >> 16) * ((Ints)b << 16 >> 16) + ((Ints)a >> 16) * ((Ints)b >> 16);
+#endif
+}
+
 // Keeps GCC from collecting what is to be added up until the registers overflow.
 template <class Vector>
 JAXINFER_INLINE void add_now(Vector& sum) {
@@ -121,10 +142,11 @@ JAXINFER_INLINE void add_now(Vector& sum) {
 #endif
 }
 
-// Adds to sums[m] the dot products of chunks [Begin, End) of a tile with each of R rows of x, 4 inputs of all R rows in
-// turn. Below 8 bits as many chunks as surely fit are summed in 16 bits.
-template <int Bits, int R, int Begin, int End>
-JAXINFER_INLINE void dots(const uint8_t* tile, const int8_t* x, Ints (&sums)[R]) {
+// Adds to sums[c][m] the dot products of chunks [Begin, End) of a tile in each of C rows of tiles, row_bytes apart, with
+// each of R rows of x, 4 inputs of all R rows in turn. Below 8 bits as many chunks as surely fit are summed in 16 bits.
+template <int Bits, int R, int C, int Begin, int End>
+JAXINFER_INLINE void dots(const uint8_t* tile, int64_t row_bytes, const int8_t* x, Ints (&sums)[C][R]) {
+  static_assert(C == 1, "two rows of tiles do not fit the registers");
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
 #pragma GCC unroll 8
   for (int i = Begin; i < End; ++i) {
@@ -133,7 +155,7 @@ JAXINFER_INLINE void dots(const uint8_t* tile, const int8_t* x, Ints (&sums)[R])
     for (int m = 0; m < R; ++m) {
       __m256i xs = (__m256i)splat4(x + (i * R + m) * 4);
       if (Bits == 8) xs = _mm256_sign_epi8(xs, codes);
-      sums[m] = (Ints)_mm256_dpbusd_epi32((__m256i)sums[m], size, xs);
+      sums[0][m] = (Ints)_mm256_dpbusd_epi32((__m256i)sums[0][m], size, xs);
     }
   }
 #else
@@ -154,11 +176,46 @@ JAXINFER_INLINE void dots(const uint8_t* tile, const int8_t* x, Ints (&sums)[R])
     }
 #pragma GCC unroll 8
     for (int m = 0; m < R; ++m) {
-      sums[m] += add_pairs(products[m]);
-      if (R > 2) add_now(sums[m]);
+      sums[0][m] += add_pairs(products[m]);
+      if (R > 2) add_now(sums[0][m]);
     }
   }
 #endif
+}
+
+// The same of 16 bits. The codes are widened to the inputs 0 and 2 of a chunk, and to 1 and 3: the order of store_codes.
+template <int Bits, int R, int C, int Begin, int End>
+JAXINFER_INLINE void dots(const uint8_t* tile, int64_t row_bytes, const int16_t* x, Ints (&sums)[C][R]) {
+#pragma GCC unroll 8
+  for (int i = Begin; i < End; ++i) {
+    Shorts even[C], odd[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) {
+      const Shorts codes = (Shorts)unpack<Bits>(tile + c * row_bytes, i);
+      even[c] = Bits == 8 ? codes << 8 >> 8 : codes & 0xff;
+      odd[c] = Bits == 8 ? codes >> 8 : (Shorts)((UShorts)codes >> 8);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < R; ++m) {
+      const Shorts x_even = splat2(x + (i * R + m) * 4), x_odd = splat2(x + (i * R + m) * 4 + 2);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) {
+        sums[c][m] += pair_sums(even[c], x_even);
+        add_now(sums[c][m]);
+        sums[c][m] += pair_sums(odd[c], x_odd);
+        add_now(sums[c][m]);
+      }
+    }
+  }
+}
+
+// Stores the codes of a chunk as `dots` reads them.
+inline void store_codes(int8_t* to, const int32_t* rounded) {
+  for (int i = 0; i < 4; ++i) to[i] = static_cast<int8_t>(rounded[i]);
+}
+
+inline void store_codes(int16_t* to, const int32_t* rounded) {
+  for (int i = 0; i < 4; ++i) to[i] = static_cast<int16_t>(rounded[i / 2 + 2 * (i % 2)]);
 }
 
 }  // namespace

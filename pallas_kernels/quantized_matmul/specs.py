@@ -92,7 +92,7 @@ def _cpu_spec(bits: int, M: int, matrix: str) -> KernelSpec:
     N, K = _MATRICES[matrix]
     num_bytes = 2.0 * M * (N + K) + N * K * bits / 8 + 2.0 * N * K / INPUTS
     arguments = functools.partial(_cpu_arguments, bits, M, N, K)
-    function = functools.partial(quantized_matmul, activations="int8")
+    function = functools.partial(quantized_matmul, activations="int16")
     return KernelSpec(f"{matrix}_cpu{bits}_m{M}", function, arguments, 2.0 * M * N * K, num_bytes, "int8")
 
 

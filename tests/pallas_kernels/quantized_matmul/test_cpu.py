@@ -14,6 +14,7 @@ from pallas_kernels.quantized_matmul import (
     quantize_cpu_weight,
     quantize_weight,
     quantized_matmul,
+    quantized_matmuls,
 )
 from pallas_kernels.quantized_matmul.cpu import quantized_matmul_cpu, round_activations
 from tests.pallas_kernels import isas
@@ -42,9 +43,14 @@ def make_x(M, dtype="float32", seed=1):
     return jnp.asarray(x, dtype)
 
 
+def multiply(x, weight, **options):
+    """The C++ kernel with one weight."""
+    return quantized_matmul_cpu(x, weight, **options)[0]
+
+
 def expect(x, weight, activations):
     """The product in f64, and what K random terms of it sum to."""
-    values = x.astype(jnp.float32) if activations is None else round_activations(x)
+    values = x.astype(jnp.float32) if activations is None else round_activations(x, activations)
     values = np.asarray(values, np.float64)
     matrix = np.asarray(dequantize_cpu_weight(weight), np.float64)
     return values @ matrix.T, np.sqrt((values**2).sum(1)[:, None] * (matrix**2).mean(1)[None])
@@ -55,7 +61,7 @@ FORMATS += [(8, 32, False), (6, 16, False), (6, 16, True)]
 
 
 @pytest.mark.parametrize("isa", isas.NAMES)
-@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("activations", [None, "int16", "int8"])
 @pytest.mark.parametrize(("bits", "group", "offset"), FORMATS)
 def test_product(isa, activations, bits, group, offset):
     """All numbers of rows in one compiled program: each is checked, twice, against f64."""
@@ -64,7 +70,7 @@ def test_product(isa, activations, bits, group, offset):
 
     @jax.jit
     def run(xs, weight):
-        return [quantized_matmul_cpu(x, weight, activations=activations, library=isas.library_for(isa)) for x in xs]
+        return [multiply(x, weight, activations=activations, library=isas.library_for(isa)) for x in xs]
 
     outs, again = run(xs, weight), run(xs, weight)
     for x, out, other in zip(xs, outs, again):
@@ -76,13 +82,13 @@ def test_product(isa, activations, bits, group, offset):
 
 
 @pytest.mark.parametrize("isa", isas.NAMES)
-@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("activations", [None, "int16", "int8"])
 @pytest.mark.parametrize(("bits", "group", "offset"), [FORMATS[i] for i in (0, 3, 6, 8)])
 def test_a_result_depends_neither_on_its_neighbours_nor_on_the_split(isa, activations, bits, group, offset):
     """Bit for bit: rows of x alone or among others, rows of the weight alone or among others."""
     weight = make_weight(bits, group, offset, N=200)
     x = make_x(33)
-    run = jax.jit(functools.partial(quantized_matmul_cpu, activations=activations, library=isas.library_for(isa)))
+    run = jax.jit(functools.partial(multiply, activations=activations, library=isas.library_for(isa)))
     whole = np.asarray(run(x, weight))
     for M in (1, 2, 4, 7):
         np.testing.assert_array_equal(np.asarray(run(x[:M], weight)), whole[:M])
@@ -90,6 +96,24 @@ def test_a_result_depends_neither_on_its_neighbours_nor_on_the_split(isa, activa
         part = jax.tree.map(lambda leaf: leaf[first:last], weight)  # noqa: B023
         part = dataclasses.replace(part, num_rows=8 * (last - first))
         np.testing.assert_array_equal(np.asarray(run(x, part)), whole[:, 8 * first : 8 * last])
+
+
+@pytest.mark.parametrize("activations", [None, "int16", "int8"])
+def test_several_weights_are_as_one_after_the_other(activations):
+    """Bit for bit, in one call if their format is one, else in several; gradients are added up."""
+    formats = [(6, 16, False, 21), (6, 16, False, 200), (6, 16, False, 3), (4, 32, True, 8)]
+    weights = [jax.tree.map(jnp.asarray, make_weight(*each, seed=i)) for i, each in enumerate(formats)]
+    x = make_x(5)
+    run = jax.jit(functools.partial(quantized_matmuls, activations=activations, implementation="cpu"))
+    one = functools.partial(quantized_matmul, activations=activations, implementation="cpu")
+    for some, calls in ((weights[:3], 1), (weights, 4)):
+        assert run.lower(x, some).as_text().count("@jaxinfer_quantized_matmul") == calls
+        for out, weight in zip(run(x, some), some):
+            np.testing.assert_array_equal(np.asarray(out), np.asarray(one(x, weight)))
+    gradient = jax.grad(lambda x: sum(jnp.sum(out) for out in run(x, weights)[1:]))(x)
+    matrices = [np.asarray(dequantize_cpu_weight(weight)) for weight in weights[1:]]
+    wanted = np.broadcast_to(sum(matrix.sum(0) for matrix in matrices), x.shape)
+    np.testing.assert_allclose(np.asarray(gradient), wanted, rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize("out_dtype", [jnp.float32, jnp.bfloat16])
@@ -110,20 +134,20 @@ def test_any_number_of_rows_and_nothing_beyond(N, out_dtype):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("activations", [None, "int16", "int8"])
 @pytest.mark.parametrize("isa", isas.NAMES)
 def test_a_bad_row_stays_bad_and_touches_no_other(isa, activations, value):
     weight = make_weight(4, 32, True)
     x = make_x(5)
     bad = x.at[2, 5].set(value)
-    run = functools.partial(quantized_matmul_cpu, activations=activations, library=isas.library_for(isa))
+    run = functools.partial(multiply, activations=activations, library=isas.library_for(isa))
     out, clean = np.asarray(run(bad, weight)), np.asarray(run(x, weight))
     assert not np.isfinite(out[2]).any()
     np.testing.assert_array_equal(np.delete(out, 2, 0), np.delete(clean, 2, 0))
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "xla", "reference"])
-@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("activations", [None, "int16", "int8"])
 def test_public_function(implementation, activations):
     weight = jax.tree.map(jnp.asarray, make_weight(6, 16, False))
     x = make_x(6).reshape(2, 3, K)
@@ -152,7 +176,7 @@ def test_scan_and_vmap():
     np.testing.assert_array_equal(np.asarray(rows[:, 0]), np.asarray(product(x, weights[0])))
 
 
-@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("activations", [None, "int16", "int8"])
 def test_gradient_of_x(rng, activations):
     weight = make_weight(5, 32, True)
     cotangent = jnp.asarray(rng.standard_normal((3, 21)), jnp.float32)
@@ -199,7 +223,7 @@ def test_wrong_arguments_are_explained():
     replace = functools.partial(dataclasses.replace, weight)
     for message, call in [
         (r"x must have shape \[..., K=96\]", lambda: quantized_matmul(x[:, :64], weight)),
-        ('does not go with uint8 weights; use "int8"', lambda: quantized_matmul(x, weight, activations="float8")),
+        ('use "int16" or "int8" or None', lambda: quantized_matmul(x, weight, activations="float8")),
         ("weight.data must be", lambda: quantized_matmul(x, replace(data=weight.data[:, :, :3]))),
         ("of 4 bits must be uint8, got int8", lambda: quantized_matmul(x, replace(data=weight.data.view(np.int8)))),
         ("num_rows=25 does not fit", lambda: quantized_matmul(x, replace(num_rows=25))),

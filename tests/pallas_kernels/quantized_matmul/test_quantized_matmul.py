@@ -152,7 +152,10 @@ def test_wrong_arguments_are_explained():
         (r"x must have shape \[..., K=64\].*\(24, 64\), got \(2, 32\)", lambda: quantized_matmul(x[:, :32], int8)),
         ("x must be bf16, f16 or f32, got int8", lambda: quantized_matmul(x.astype(jnp.int8), int8)),
         ("activations must be one of .* got 'int4'", lambda: quantized_matmul(x, int8, activations="int4")),
-        ('does not go with int8 weights; use "int8"', lambda: quantized_matmul(x, int8, activations="float8")),
+        (
+            'does not go with int8 weights in QuantizedWeight; use "int8"',
+            lambda: quantized_matmul(x, int8, activations="float8"),
+        ),
         ('use "float8" or None', lambda: quantized_matmul(x, float8, activations="int8")),
         ("out_dtype must be bf16, f16, f32 or None, got int32", lambda: quantized_matmul(x, int8, out_dtype=jnp.int32)),
         ("unknown implementation='cuda'", lambda: quantized_matmul(x, int8, implementation="cuda")),
