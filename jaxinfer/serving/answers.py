@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxinfer.engine.outputs import CompletionChunk
 from jaxinfer.serving.logprobs import CompletionLogprobs, chat_logprobs
@@ -13,6 +13,8 @@ from jaxinfer.tokenizer import Tokenizer
 
 class Answer(ABC):
     """Makes the JSON of one request. Choice i * n + k is completion k of prompt i."""
+
+    event_name: ClassVar[str]  # the "object" of an event
 
     def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, logprobs: int | None):
         """Reports `logprobs` alternatives a token, or nothing about them if it is None."""
@@ -38,11 +40,6 @@ class Answer(ABC):
     def usage_event(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Returns the event that ends a stream whose client wants to know the usage."""
         return self._envelope(self.event_name, choices=[], usage=usage)
-
-    @property
-    @abstractmethod
-    def event_name(self) -> str:
-        """The "object" of an event."""
 
     def _envelope(self, name: str, **fields: Any) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model} | fields

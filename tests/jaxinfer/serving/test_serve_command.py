@@ -48,7 +48,7 @@ def test_it_serves_survives_a_kill_and_drains():
     assert taken.returncode == 1
     assert re.fullmatch(rf"error: cannot listen on 127.0.0.1 port {port}: .* in use; choose .*\n", taken.stderr)
     first.kill()
-    first.wait()
+    first.communicate()
     second = start("--port", port)
     assert ready(second) == url
     assert chat(url).status_code == 200
