@@ -80,7 +80,7 @@ def run(engine, requests, rng, abort=()):
     return [engine.pop_output(str(i)) for i in range(len(requests))]
 
 
-def check_equal(engine, naive, num_requests, seed, abort=()):
+def check_equal(engine, naive, num_requests, seed, abort=(), atol=1e-4):
     rng = np.random.default_rng(seed)
     requests = [(random_prompt(rng), random_params(rng)) for _ in range(num_requests)]
     outputs = run(engine, requests, rng, abort)
@@ -96,7 +96,7 @@ def check_equal(engine, naive, num_requests, seed, abort=()):
         if params.logprobs is not None:
             assert len(completion.logprobs) == len(tokens)
             for token, entry, score in zip(tokens, completion.logprobs, scores):
-                assert entry[token].logprob == pytest.approx(score[token], abs=1e-4)
+                assert entry[token].logprob == pytest.approx(score[token], abs=atol)
                 assert len(entry) in (params.logprobs, params.logprobs + 1)
 
 

@@ -123,12 +123,12 @@ def test_without_being_asked_only_packed_files_are_packed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activations", ["int16", "float32"])
-def test_the_engine_gives_the_tokens_of_the_naive_loop(activations):
-    """Chunks, batches and preemption change nothing."""
+@pytest.mark.parametrize(("activations", "atol"), [("int16", 1e-3), ("float32", 1e-4)])
+def test_the_engine_gives_the_tokens_of_the_naive_loop(activations, atol):
+    """Chunks, batches and preemption change no token; rounding carries a last bit further into log-probabilities."""
     model = load(MODEL / "model.gguf", activations=activations)
     engine = Engine(model, EngineConfig(**BASE | {"page_size": 4, "num_pages": 1 + MAX_LEN // 4}))
-    check_equal(engine, NaiveLoop(model, MAX_LEN), num_requests=6, seed=0)
+    check_equal(engine, NaiveLoop(model, MAX_LEN), num_requests=6, seed=0, atol=atol)
 
 
 @pytest.mark.slow
