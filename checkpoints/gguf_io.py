@@ -73,6 +73,13 @@ class GGUFFile(Closing):
         row_bytes = (info.shape[-1] if info.shape else 1) // info.type.block_size * info.type.block_bytes
         return self._bytes(name).reshape(*info.shape[:-1], row_bytes), info.type.name
 
+    def release(self, name: str) -> None:
+        """Lets the system take back the pages of a tensor that has been copied; reading it again reads the file."""
+        part, info = self._find(name)
+        first = -(-info.start // mmap.PAGESIZE) * mmap.PAGESIZE  # its first page may hold the end of another tensor
+        if hasattr(mmap, "MADV_DONTNEED") and first < info.start + info.nbytes:
+            self._maps[part].madvise(mmap.MADV_DONTNEED, first, info.start + info.nbytes - first)
+
     def is_packed(self, name: str) -> bool:
         """Whether the tensor is of a block type."""
         return self._find(name)[1].type.numpy_dtype is None

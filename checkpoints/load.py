@@ -84,7 +84,7 @@ def load_tree(
     for placed in _read_ahead(read, jobs.items()):
         while placed:  # pop: the host array must be free before the next one is placed
             path, host = placed.pop()
-            result[path] = jax.tree.map(partial(_place, sharding=placements[path]), host)
+            result[path] = _place(host, placements[path])
             done += _nbytes(leaves[path])
             del host
             if progress is not None:
@@ -166,7 +166,10 @@ def _read(source: TensorSource, leaves: Mapping[str, Any], job: tuple[str, tuple
     """Reads one source tensor and makes the leaves' host arrays from it."""
     name, targets = job
     stored = {raw: _stored(source, name, raw) for raw in {target.raw for target in targets}}
-    return [(target.path, _fit(stored[target.raw], name, target, leaves[target.path])) for target in targets]
+    placed = [(target.path, _fit(stored[target.raw], name, target, leaves[target.path])) for target in targets]
+    if isinstance(source, PackedSource) and all(target.pack is not None for target in targets):
+        source.release(name)  # nothing points into the file any more
+    return placed
 
 
 def _stored(source: TensorSource, name: str, raw: bool) -> np.ndarray:
@@ -210,8 +213,9 @@ def _read_ahead[Job](read: Callable[[Job], list[Placed]], jobs: Iterable[Job]) -
             yield future.result()
 
 
-def _place(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
+def _place(host: Any, sharding: jax.sharding.Sharding | None) -> Any:
+    """Puts a leaf, an array or a pytree of them, where it belongs."""
     if sharding is None or len(sharding.device_set) == 1:
-        return jax.device_put(array, sharding)
+        return jax.device_put(host, sharding)  # once for all arrays of a packed leaf: a call costs 0.2 ms
     # Each device gets its slice only; of a memory map, only those pages are read.
-    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+    return jax.tree.map(lambda array: jax.make_array_from_callback(array.shape, sharding, array.__getitem__), host)

@@ -63,6 +63,10 @@ class PackedSource(TensorSource, Protocol):
         """The stored bytes, uint8 [..., bytes a row], and the type's name."""
         ...
 
+    def release(self, name: str) -> None:
+        """Lets the system take back the memory of a tensor that has been copied; it may still be read."""
+        ...
+
 
 class Closing:
     """Gives a source its `with` statement."""

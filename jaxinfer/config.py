@@ -1,7 +1,9 @@
 """Frozen configurations and their validation. Imports no jax."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
+
+from jaxinfer.kv_spec import GROUP, KVSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +92,6 @@ class ModelConfig:
         embeddings = self.vocab_size * D * (1 if self.tie_word_embeddings else 2)
         return embeddings + D + self.num_layers * (attention + 3 * D * F + biases + norms)
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values of one token in all layers, at `itemsize` bytes an element."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -105,6 +103,9 @@ class EngineConfig:
         max_model_len: longest request, prompt and output, in tokens; None takes the model's own limit.
         page_size: tokens of a KV page.
         num_pages: pages of the pool, the null page included; None fits them into `memory_fraction` of what is free.
+        kv_dtype: precision of the KV cache: "auto" (the decoder's), "float32", "bfloat16", "float16", "float8" or
+            "int8" (with a scale for each token and head), "int4" or "int2" (in KIVI's way, a page at a time, which
+            must be a multiple of 32 tokens), or two of these as "K,V" for keys and values apart.
         memory_fraction: share of the device memory that is free after the weights, to be used for KV pages.
         policy: "fcfs" (first come, first served) or "priority" (lower value first, then arrival).
         decode_steps: most decode steps of one dispatch, taken only when no request waits.
@@ -120,6 +121,7 @@ class EngineConfig:
     max_model_len: int | None = None
     page_size: int = 16
     num_pages: int | None = None
+    kv_dtype: str = "auto"
     memory_fraction: float = 0.5
     policy: Literal["fcfs", "priority"] = "fcfs"
     decode_steps: int = 4
@@ -147,10 +149,19 @@ class EngineConfig:
             )
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
+        if self.kv_spec("float32").open and self.page_size % GROUP:
+            raise ValueError(
+                f"kv_dtype={self.kv_dtype!r} quantizes a page at a time, so that page_size must be a multiple of "
+                f"{GROUP}, such as 64, got {self.page_size}"
+            )
         if self.policy not in ("fcfs", "priority"):
             raise ValueError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
         if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
             raise ValueError(f"seed must be a non-negative integer or None, got {self.seed!r}")
+
+    def kv_spec(self, dtype: Any) -> KVSpec:
+        """Returns the precision of the KV cache of a decoder of this dtype (or name of one)."""
+        return KVSpec.parse(self.kv_dtype, dtype)
 
 
 def _check_positive(name: str, value: object) -> None:

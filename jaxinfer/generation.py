@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxinfer.kv_spec import KVSpec
 from jaxinfer.model.batch import TokenBatch, decode_batch
 from jaxinfer.model.decoder import Decoder, forward, head_logits
 from jaxinfer.model.kv_cache import KVCache
@@ -49,11 +50,12 @@ def generate(
     typical_p: float | Float[Array, "*B"] = 1.0,
     stop_token_ids: Sequence[int] = (),
     pad_token_id: int = 0,
+    kv_dtype: str = "auto",
 ) -> GenerateOutput:
     """Returns what the model says after each prompt; ends early when every row has stopped.
 
-    Pure and traceable: static are the decoder, the shapes, `max_new_tokens` and `stop_token_ids`; everything else
-    may be traced. The memory of the cache is that of B rows of T + max_new_tokens tokens.
+    Pure and traceable: static are the decoder, the shapes, `max_new_tokens`, `stop_token_ids` and `kv_dtype`;
+    everything else may be traced. The memory of the cache is that of B rows of T + max_new_tokens tokens.
 
     Args:
         decoder: `Model.decoder`.
@@ -69,6 +71,7 @@ def generate(
         typical_p: keep the tokens nearest to the entropy, of this total mass.
         stop_token_ids: a row ends after one of these, which is kept in the output.
         pad_token_id: fills the places after a row's end.
+        kv_dtype: precision of the KV cache, see `EngineConfig`.
 
     Raises:
         ValueError: a shape or range is wrong, or the key is missing.
@@ -108,10 +111,12 @@ def generate(
         needs_state=jnp.zeros(B, bool),
         active=jnp.ones(B, bool),
     )
+    kv = KVSpec.parse(kv_dtype, jnp.dtype(decoder.dtype))
     pages_per_row = -(-(T + max_new_tokens) // PAGE_SIZE)
     page_indices = 1 + jnp.arange(B * pages_per_row, dtype=jnp.int32).reshape(B, pages_per_row)
-    cache = KVCache.init(decoder.config, 1 + B * pages_per_row, PAGE_SIZE, decoder.dtype)
-    batch = _prefill_batch(tokens, lens, page_indices)
+    cache = KVCache.init(decoder.config, 1 + B * pages_per_row, PAGE_SIZE, kv, num_slots=B)
+    rows_in_order = jnp.arange(B, dtype=jnp.int32)
+    batch = dataclasses.replace(_prefill_batch(tokens, lens, page_indices), slots=rows_in_order)
     hidden, cache = forward(decoder, params, cache, batch)
     hidden = hidden[batch.cu_q_lens[1:] - 1]
     stops = jnp.asarray(stop_token_ids, jnp.int32)
@@ -124,7 +129,7 @@ def generate(
         out = _append(out, step, active, sampled, logits, pad_token_id)
         active &= ~jnp.any(sampled[:, None] == stops[None, :], axis=1)
         # The pass after the last token is not needed; leaving it out would compile the sampler twice.
-        batch = decode_batch(sampled, lens + step, page_indices, active, PAGE_SIZE)
+        batch = decode_batch(sampled, lens + step, page_indices, active, PAGE_SIZE, rows_in_order)
         hidden, cache = forward(decoder, params, cache, batch)
         return step + 1, active, hidden, cache, out
 

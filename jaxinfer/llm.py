@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from jaxinfer.compile_cache import enable_compile_cache
+from jaxinfer.compile_cache import default_program_cache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine, EngineStats
 from jaxinfer.engine.outputs import CompletionChunk, RequestOutput
@@ -50,15 +50,13 @@ class LLM:
             ValueError: an option is unknown or out of range, or see `load` and `Engine`.
         """
         config = _engine_config(engine_options)
-        if compile_cache:
-            enable_compile_cache()
         if isinstance(model, Model):
             if (dtype, quantize, activations) != (None, None, None):
                 raise ValueError("dtype, quantize and activations go to load() when the model is already loaded")
         else:
             model = load(model, dtype=dtype, quantize=quantize, activations=activations, progress=progress)
         self.model = model
-        self.engine = Engine(model, config)
+        self.engine = Engine(model, config, programs=default_program_cache() if compile_cache else None)
         self._ids = itertools.count()
         self._inboxes: dict[str, list[CompletionChunk]] = {}  # of open streams: another call may run their steps
         self._streams: weakref.WeakKeyDictionary[Generator, str] = weakref.WeakKeyDictionary()

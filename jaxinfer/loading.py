@@ -1,11 +1,12 @@
 """`load`: a model's name or path to its configuration, parameters and tokenizer."""
 
 import dataclasses
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,9 @@ from checkpoints.safetensors_io import SafetensorsSource
 from checkpoints.sources import TensorSource
 from checkpoints.trees import flatten
 from jaxinfer.config import ModelConfig, RopeScaling
-from jaxinfer.model.decoder import Decoder
 from jaxinfer.model.families import config_from_gguf, config_from_hf
 from jaxinfer.model.params import Params, abstract_params
+from jaxinfer.model.spec import DecoderSpec
 from jaxinfer.model.weight_names import IGNORED, gguf_name, gguf_transform, hf_name, parameter_paths
 from jaxinfer.quantization import is_packed
 from jaxinfer.quantization.activations import check_activations, chosen_activations
@@ -28,6 +29,9 @@ from jaxinfer.quantization.packing import QUANTIZE, pack_params, packed_plan
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 from sharding import AxisRules, tree_shardings
+
+if TYPE_CHECKING:
+    from jaxinfer.model.decoder import Decoder
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 DTYPES = ("float32", "bfloat16", "float16")
@@ -38,18 +42,26 @@ class Model:
     """A model in memory.
 
     Attributes:
-        config: its shape and options.
-        decoder: the linen module; `decoder.apply({"params": params}, cache, batch)`.
+        spec: what its decoder is made of.
         params: nested dict of arrays.
         tokenizer: text to ids and back, and the chat template.
         default_sampling_params: what the model's authors recommend (generation_config.json), or ours.
     """
 
-    config: ModelConfig
-    decoder: Decoder
+    spec: DecoderSpec
     params: Params
     tokenizer: Tokenizer
     default_sampling_params: SamplingParams
+
+    @property
+    def config(self) -> ModelConfig:
+        """Shape and options."""
+        return self.spec.config
+
+    @functools.cached_property
+    def decoder(self) -> "Decoder":
+        """The linen module, made when first used; `decoder.apply({"params": params}, cache, batch)`."""
+        return self.spec.build()
 
     def save(self, path: str | Path) -> None:
         """Writes the model as an Orbax directory that `load` reads back; needs `jaxinfer[orbax]`.
@@ -63,7 +75,7 @@ class Model:
         config = {
             "model": dataclasses.asdict(self.config),
             "sampling": {name: getattr(sampling, name) for name in SAMPLING_DEFAULTS},
-            "dtype": jnp.dtype(self.decoder.dtype).name,
+            "dtype": jnp.dtype(self.spec.dtype).name,
         }
         with tempfile.TemporaryDirectory() as folder:
             files = self.tokenizer.save(folder)
@@ -149,9 +161,9 @@ class _Options:
             return plan
         return packed_plan(plan, source, flatten(abstract), self.quantize)
 
-    def decoder(self, config: ModelConfig, params: Params) -> Decoder:
+    def spec(self, config: ModelConfig, params: Params) -> DecoderSpec:
         """Returns the decoder for the parameters."""
-        return Decoder(config, self.dtype, activations=chosen_activations(self.activations, params))
+        return DecoderSpec(config, self.dtype, activations=chosen_activations(self.activations, params))
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
@@ -191,7 +203,7 @@ def _load_gguf(path: Path, options: _Options) -> Model:
         plan = {gguf_name(leaf): Target(leaf, gguf_transform(config, leaf)) for leaf in parameter_paths(abstract)}
         plan = options.packed(plan, file, abstract)
         params = load_tree(file, plan, abstract, ignore=IGNORED, shardings=placements, progress=options.progress)
-    return Model(config, options.decoder(config, params), params, tokenizer, SamplingParams())
+    return Model(options.spec(config, params), params, tokenizer, SamplingParams())
 
 
 def _load_hf(path: Path, options: _Options) -> Model:
@@ -200,7 +212,7 @@ def _load_hf(path: Path, options: _Options) -> Model:
     params = load_hf_params(path, config, *options.leaves(config), options.progress, options.packed)
     generation = path / "generation_config.json"
     sampling = _default_sampling(_read_json(generation)) if generation.is_file() else SamplingParams()
-    return Model(config, options.decoder(config, params), params, tokenizer, sampling)
+    return Model(options.spec(config, params), params, tokenizer, sampling)
 
 
 def load_hf_params(
@@ -237,7 +249,7 @@ def _load_orbax(path: Path, options: _Options) -> Model:
         options.progress(total, total)
     if options.quantize in ("int8", "int4"):
         params = pack_params(params, options.quantize)
-    return Model(config, options.decoder(config, params), params, tokenizer, sampling)
+    return Model(options.spec(config, params), params, tokenizer, sampling)
 
 
 def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:

@@ -69,12 +69,12 @@ def quantize(
     values = values.astype(jnp.float32)
     if bits == 8:
         limit = FLOAT8_MAX if float8 else 127.0
-        scale = jnp.maximum(jnp.max(jnp.abs(values), axis=over), 1e-12) / limit
+        scale = jnp.maximum(jnp.max(jnp.abs(values), axis=over), 1e-12) * (1 / limit)
         scaled = values / jnp.expand_dims(scale, over)
         data = scaled.astype(FLOAT8) if float8 else jnp.round(scaled).astype(jnp.int8)
         return QuantizedPages(data, scale, None, bits, axis)
     low, high = jnp.min(values, axis=over), jnp.max(values, axis=over)
-    scale = jnp.maximum(high - low, 1e-12) / (2**bits - 1)
+    scale = jnp.maximum(high - low, 1e-12) * (1 / (2**bits - 1))
     zero = -low / scale
     codes = jnp.round(values / jnp.expand_dims(scale, over) + jnp.expand_dims(zero, over))
     codes = jnp.clip(codes, 0, 2**bits - 1).astype(jnp.uint8)

@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="only so many requests of W4")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    requests = read_workloads(args.workloads, args.workload_model, args.limit)["W4"]
+    requests = read_workloads(args.workloads, args.workload_model)["W4"][: args.limit]
     first = LLM(args.model)
     llms = {True: first, False: LLM(first.model, prefix_cache=False)}
     for name in args.only:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.kv_spec import KVSpec
 from jaxinfer.model.batch import TokenBatch
 from jaxinfer.model.kv_cache import KVCache
 
@@ -23,7 +24,7 @@ class PagedRow:
 
     def __init__(self, decoder, params, seed=0):
         self.decoder, self.params, self.length = decoder, params, 0
-        empty = KVCache.init(decoder.config, 1 + 2 * PAGES, PAGE_SIZE, decoder.dtype)
+        empty = KVCache.init(decoder.config, 1 + 2 * PAGES, PAGE_SIZE, KVSpec.parse("auto", jnp.dtype(decoder.dtype)))
         self.cache = jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), empty)
         self.pages = np.random.default_rng(seed).permutation(np.arange(1, 1 + 2 * PAGES))[:PAGES].astype(np.int32)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.kv_spec import KVSpec
 from jaxinfer.model.batch import TokenBatch
 from jaxinfer.model.decoder import Decoder
 from jaxinfer.model.kv_cache import KVCache
@@ -18,9 +19,10 @@ from jaxinfer.tokenizer import IncrementalDetokenizer
 
 
 class NaiveLoop:
-    def __init__(self, model, max_len):
+    def __init__(self, model, max_len, kv_dtype="auto"):
         self.model = model
         self.max_len = max_len
+        kv = KVSpec.parse(kv_dtype, jnp.dtype(model.decoder.dtype))
         decoder = Decoder(model.config, model.decoder.dtype, "reference")
 
         @jax.jit
@@ -30,7 +32,7 @@ class NaiveLoop:
                 token_ids, positions, positions + max_len, jnp.ones((1, 1), jnp.int32), length[None],
                 jnp.stack([jnp.int32(0), length]), jnp.int32(0),
             )  # fmt: skip
-            cache = KVCache.init(model.config, 2, max_len, decoder.dtype)
+            cache = KVCache.init(model.config, 2, max_len, kv)
             hidden, _ = decoder.apply({"params": params}, cache, batch)
             logits = decoder.apply({"params": params}, hidden[length - 1][None], method="logits")
             token, _, _ = sample(logits, rows, state, token_mask)

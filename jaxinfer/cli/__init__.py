@@ -6,6 +6,7 @@ import traceback
 import click
 
 from jaxinfer import __version__
+from jaxinfer.cli.bench import bench
 from jaxinfer.cli.chat import chat
 from jaxinfer.cli.compile_check import compile_check
 from jaxinfer.cli.info import info
@@ -13,6 +14,7 @@ from jaxinfer.cli.options import Settings, debug_option
 from jaxinfer.cli.output import error
 from jaxinfer.cli.pull import pull
 from jaxinfer.cli.run import run
+from jaxinfer.cli.serve import serve
 
 INTERRUPTED = 130
 
@@ -24,7 +26,7 @@ def app() -> None:
     """LLM inference in pure-functional JAX."""
 
 
-for command in (run, chat, pull, info, compile_check):
+for command in (run, chat, serve, pull, info, bench, compile_check):
     app.add_command(debug_option(command))
 
 

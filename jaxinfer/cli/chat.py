@@ -9,6 +9,7 @@ import click
 
 from jaxinfer.cli.options import (
     check_sampling,
+    collection_deferred,
     find_model,
     make_llm,
     make_sampling_params,
@@ -36,12 +37,13 @@ Ctrl-C stops an answer; at the prompt, twice in a row leaves."""
 @sampling_options
 @click.option("--system", help="System message.")
 def chat(
-    model: str, dtype: str | None, quantize: str | None, activations: str | None, max_model_len: int | None,
-    system: str | None, **sampling: Any,
+    model: str, dtype: str | None, quantize: str | None, activations: str | None, kv_dtype: str,
+    max_model_len: int | None, system: str | None, **sampling: Any,
 ) -> None:  # fmt: skip
     """Talk with a model; answers are streamed, and Ctrl-C stops an answer and not the program."""
     check_sampling(sampling)
-    llm = make_llm(find_model(model), dtype, quantize, activations, max_model_len)
+    with collection_deferred():
+        llm = make_llm(find_model(model), dtype, quantize, activations, kv_dtype, max_model_len)
     if llm.tokenizer.chat_template is None:
         raise ValueError(f"{model} has no chat template: use `jaxinfer run --raw`, or an instruct model")
     conversation = Conversation(llm, make_sampling_params(llm.model.default_sampling_params, sampling), system)

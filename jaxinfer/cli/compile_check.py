@@ -20,6 +20,7 @@ TARGETS = ("h200", "h100", "b200", "a100", "v5e", "v6e", "v5p")
 @click.option("--max-model-len", type=int, help="Longest request; by default the model's limit, at most 8192.")
 @click.option("--context", type=int, help="Keys of each row in the decode roofline; by default half of the longest.")
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]))
+@click.option("--kv", "kv_dtype", default="auto", show_default=True, help="Precision of keys and values, as for `run`.")
 @click.option("--page-size", default=16, show_default=True, help="Tokens of a KV page.")
 @click.option("--num-pages", type=int, help="KV pages; by default what fits beside the weights.")
 @click.option("--decode-steps", default=4, show_default=True, help="Most decode steps of one dispatch.")
@@ -30,8 +31,8 @@ TARGETS = ("h200", "h100", "b200", "a100", "v5e", "v6e", "v5p")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def compile_check(
     target: str, model: str, mesh: str, max_num_seqs: int, max_tokens: int, max_model_len: int | None,
-    context: int | None, dtype: str, page_size: int, num_pages: int | None, decode_steps: int, layers: int | None,
-    python: str | None, timeout: float | None, lower_only: bool, as_json: bool,
+    context: int | None, dtype: str, kv_dtype: str, page_size: int, num_pages: int | None, decode_steps: int,
+    layers: int | None, python: str | None, timeout: float | None, lower_only: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile the engine's decode and prefill steps for hardware that is not there, and show what they would cost."""
     from jaxinfer.cli.progress import spinner
@@ -49,7 +50,8 @@ def compile_check(
     plan = make_plan(
         _config(model, layers), target, num_devices=axes["model"], dtype=dtype, context=context,
         max_model_len=max_model_len, lower_only=lower_only, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_tokens, page_size=page_size, num_pages=num_pages, decode_steps=decode_steps,
+        max_num_batched_tokens=max_tokens, kv_dtype=kv_dtype, page_size=page_size, num_pages=num_pages,
+        decode_steps=decode_steps,
     )  # fmt: skip
     with spinner(f"{'Lowering' if lower_only else 'Compiling'} for {target} (a minute or more)"):
         answer = run_check(plan, python, timeout)

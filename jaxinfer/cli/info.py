@@ -8,6 +8,7 @@ import click
 
 from jaxinfer.cli.compile_check import TARGETS
 from jaxinfer.cli.options import find_model
+from jaxinfer.kv_spec import KVSpec
 
 if TYPE_CHECKING:
     from jaxinfer.config import RopeScaling
@@ -17,10 +18,13 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("model", required=False)
 @click.option("--memory", help="Show how many tokens fit in so much memory beside the weights, such as 24GB.")
+@click.option("--kv", "kv_dtype", default="auto", help="Precision of keys and values that --memory counts with.")
 @click.option("--kernels", is_flag=True, help="Show which kernels run on this machine, and why the others do not.")
 @click.option("--target", type=click.Choice(TARGETS), help="With --kernels: for this device instead of this machine's.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def info(model: str | None, memory: str | None, kernels: bool, target: str | None, as_json: bool) -> None:
+def info(
+    model: str | None, memory: str | None, kv_dtype: str, kernels: bool, target: str | None, as_json: bool
+) -> None:
     """Show shape, precision, context and memory of MODEL, or with --kernels what runs on this machine."""
     if target is not None and not kernels:
         raise click.UsageError("--target says for which device --kernels answers; give both")
@@ -35,7 +39,7 @@ def info(model: str | None, memory: str | None, kernels: bool, target: str | Non
         path = find_model(model)
         from jaxinfer.description import describe
 
-        rows = _rows(describe(path), budget)
+        rows = _rows(describe(path), kv_dtype, budget)
         if as_json:
             click.echo(json.dumps(dict(rows), indent=2))
         else:
@@ -47,8 +51,9 @@ def info(model: str | None, memory: str | None, kernels: bool, target: str | Non
         show_kernels(target, as_json)
 
 
-def _rows(d: "Description", budget: int | None) -> list[tuple[str, str]]:
+def _rows(d: "Description", kv_dtype: str, budget: int | None) -> list[tuple[str, str]]:
     c = d.config
+    kvs = {bits: KVSpec.parse(kv_dtype, dtype) for bits, dtype in ((16, "bfloat16"), (32, "float32"))}  # by weights
     windows = {window for window in c.layer_windows if window is not None}
     windowed = sum(window is not None for window in c.layer_windows)
     rows = [
@@ -71,11 +76,15 @@ def _rows(d: "Description", budget: int | None) -> list[tuple[str, str]]:
         ("tokenizer", _tokenizer_kind(d.path)),
         ("chat template", "yes" if d.has_chat_template else "no"),
         ("ends with", ", ".join(d.eos_tokens) or "nothing"),
-        ("KV cache", f"{_size(c.kv_bytes_per_token(2))} a token in 16 bits, {_size(c.kv_bytes_per_token(4))} in 32"),
+        (
+            "KV cache",
+            ", ".join(f"{_size(kv.bytes_per_token(c))} a token in {kv}" for kv in dict.fromkeys(kvs.values())),
+        ),
     ]
     if budget is not None:
-        for bits, itemsize in ((16, 2), (32, 4)):
-            tokens = (budget - c.num_parameters * itemsize) // c.kv_bytes_per_token(itemsize)
+        for bits, kv in kvs.items():
+            itemsize = bits // 8
+            tokens = (budget - c.num_parameters * itemsize) // kv.bytes_per_token(c)
             text = (
                 f"{tokens:,} tokens" if tokens > 0 else f"the weights alone take {_size(c.num_parameters * itemsize)}"
             )

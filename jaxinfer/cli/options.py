@@ -1,7 +1,9 @@
 """Options that several commands share, and the model and parameters made of them."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +36,7 @@ debug_option = click.option(
     "--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Show the traceback of an error."
 )
 
-_MODEL = (
-    click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True,
-                 help="A known name, a GGUF file, a model directory, or a hub id."),
+_WEIGHTS = (
     click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
                  help="Precision; by default float32 on CPU, bfloat16 elsewhere."),
     click.option("--quantize", type=click.Choice(["none", "int8", "int4"]),
@@ -44,6 +44,14 @@ _MODEL = (
     click.option("--activations", type=click.Choice(["float32", "int16", "int8"]),
                  help="What packed weights are multiplied with; by default floats as they are. "
                       "int16 and int8 round them: faster, less exact."),
+    click.option("--kv", "kv_dtype", default="auto", show_default=True,
+                 help="Precision of keys and values, such as int8, float8, bfloat16; or of each, as int8,bfloat16."),
+)  # fmt: skip
+
+_MODEL = (
+    click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True,
+                 help="A known name, a GGUF file, a model directory, or a hub id."),
+    *_WEIGHTS,
     click.option("--max-model-len", type=int,
                  help=f"Tokens of prompt and answer together; by default the model's limit, at most {DEFAULT_LENGTH}."),
 )  # fmt: skip
@@ -70,6 +78,11 @@ def model_options(command: Command) -> Command:
     return _apply(command, _MODEL)
 
 
+def weight_options(command: Command) -> Command:
+    """Adds the options that choose the precision of the model."""
+    return _apply(command, _WEIGHTS)
+
+
 def sampling_options(command: Command) -> Command:
     """Adds the options of `SamplingParams`; they arrive as keyword arguments, None where not given."""
     return _apply(command, _SAMPLING)
@@ -79,6 +92,17 @@ def _apply(command: Command, options: tuple) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+@contextlib.contextmanager
+def collection_deferred() -> Iterator[None]:
+    """Leaves out garbage collection while a program starts: nearly all that is made then stays."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def find_model(model: str) -> Path:
@@ -91,10 +115,12 @@ def find_model(model: str) -> Path:
 
 
 def make_llm(
-    path: Path, dtype: str | None, quantize: str | None, activations: str | None, max_model_len: int | None
-) -> "LLM":
+    path: Path, dtype: str | None, quantize: str | None, activations: str | None, kv_dtype: str,
+    max_model_len: int | None,
+) -> "LLM":  # fmt: skip
     """Loads a model for one conversation at a time, with progress on standard error."""
     from jaxinfer.cli.progress import byte_progress
+    from jaxinfer.kv_spec import KVSpec
     from jaxinfer.llm import LLM
     from jaxinfer.loading import load
 
@@ -102,7 +128,8 @@ def make_llm(
         loaded = load(path, dtype=dtype, quantize=quantize, activations=activations, load_progress=progress)
     if max_model_len is None:
         max_model_len = min(loaded.config.max_position_embeddings, DEFAULT_LENGTH)
-    return LLM(loaded, max_num_seqs=1, max_model_len=max_model_len)
+    page_size = KVSpec.parse(kv_dtype, "float32").page_size
+    return LLM(loaded, max_num_seqs=1, max_model_len=max_model_len, kv_dtype=kv_dtype, page_size=page_size)
 
 
 def prepare(llm: "LLM", prompt: str) -> None:

@@ -21,6 +21,12 @@ def error(text: str) -> None:
     click.secho(f"error: {text}", fg="red", err=True)
 
 
+def progress_line(what: str, done: int, total: int) -> None:
+    """Shows how far something has come, on one line of standard error where a person is likely to watch."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{what}: {done}/{total}", err=True, nl=done == total)
+
+
 def notice_cut(finish_reason: str | None, num_tokens: int, max_tokens: int | None, asked: int | None) -> None:
     """Says so when an answer ended for lack of room, unless just that length was asked for.
 

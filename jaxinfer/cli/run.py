@@ -7,6 +7,7 @@ import click
 
 from jaxinfer.cli.options import (
     check_sampling,
+    collection_deferred,
     find_model,
     make_llm,
     make_sampling_params,
@@ -27,7 +28,7 @@ from jaxinfer.cli.stopwatch import Stopwatch
 @click.option("--timings", is_flag=True, help="Show on standard error where the time went.")
 def run(
     prompt: str | None, model: str, dtype: str | None, quantize: str | None, activations: str | None,
-    max_model_len: int | None, raw: bool, system: str | None, timings: bool, **sampling: Any,
+    kv_dtype: str, max_model_len: int | None, raw: bool, system: str | None, timings: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Answer PROMPT, writing the text to standard output as it comes.
 
@@ -35,26 +36,28 @@ def run(
     """
     text = _read_prompt(prompt)
     watch = Stopwatch()
-    check_sampling(sampling)
-    path = find_model(model)
-    watch.lap("download")
-    import jaxinfer.llm  # noqa: F401  (the import is timed by itself)
+    with collection_deferred():
+        check_sampling(sampling)
+        path = find_model(model)
+        watch.lap("download")
+        import jaxinfer.llm  # noqa: F401  (the import is timed by itself)
 
-    watch.lap("import")
-    llm = make_llm(path, dtype, quantize, activations, max_model_len)
-    watch.lap("load")
-    params = make_sampling_params(llm.model.default_sampling_params, sampling)
-    use_template = llm.tokenizer.chat_template is not None and not raw
-    if system is not None and not use_template:
-        raise ValueError("--system needs the model's chat template: leave out --raw, or choose an instruct model")
-    if use_template:
-        if not text.strip():
-            raise ValueError("the prompt is empty: say something, or use --raw")
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        text = llm.tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}])
-    stream = llm.stream(text, params)  # refuses a bad prompt before anything is compiled
-    prepare(llm, text)
-    watch.lap("compile")
+        watch.lap("import")
+        llm = make_llm(path, dtype, quantize, activations, kv_dtype, max_model_len)
+        watch.lap("load")
+        params = make_sampling_params(llm.model.default_sampling_params, sampling)
+        use_template = llm.tokenizer.chat_template is not None and not raw
+        if system is not None and not use_template:
+            raise ValueError("--system needs the model's chat template: leave out --raw, or choose an instruct model")
+        if use_template:
+            if not text.strip():
+                raise ValueError("the prompt is empty: say something, or use --raw")
+            messages = [{"role": "system", "content": system}] if system is not None else []
+            text = llm.tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}])
+        stream = llm.stream(text, params)  # refuses a bad prompt before anything is compiled
+        prepare(llm, text)
+        programs = llm.stats().compile
+        watch.lap("programs", f"{programs.num_compiled} compiled, {programs.num_loaded} from the cache")
     finish_reason = None
     for chunk in stream:
         watch.count(len(chunk.token_ids))

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxinfer.compile_check.devices import DEVICES, Device
 from jaxinfer.config import EngineConfig, ModelConfig, RopeScaling
+from jaxinfer.kv_spec import KVSpec
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEFAULT_LENGTH = 8192  # tokens of a request that room is made for, unless the model or the user says otherwise
@@ -21,7 +22,7 @@ class Plan:
         target: name in `DEVICES`.
         engine: limits; `max_model_len` and `num_pages` are filled in.
         num_devices: size of the mesh axis "model".
-        dtype: of weights, activations and KV cache.
+        dtype: of weights and activations, and of the KV cache unless `engine.kv_dtype` says otherwise.
         context: keys of each row that the roofline of the decode step counts.
         lower_only: stop before the compiler, which needs no plugin.
     """
@@ -43,6 +44,11 @@ class Plan:
     def itemsize(self) -> int:
         """Bytes of a weight."""
         return ITEMSIZE[self.dtype]
+
+    @property
+    def kv(self) -> KVSpec:
+        """Precision of the KV cache."""
+        return self.engine.kv_spec(self.dtype)
 
     def to_json(self) -> str:
         """Returns a text that `from_json` reads."""
@@ -67,7 +73,7 @@ def make_plan(
         model: shape of the model.
         target: name in `DEVICES`.
         num_devices: devices that share each matrix.
-        dtype: of weights, activations and KV cache.
+        dtype: of weights and activations, and of the KV cache unless `kv_dtype` says otherwise.
         context: keys a row that the decode step's roofline counts; None takes half of `max_model_len`.
         max_model_len: longest request in tokens; None takes the model's limit, at most 8,192.
         lower_only: stop before the compiler.

@@ -37,7 +37,7 @@ def as_lines(plan: Plan, answer: dict[str, Any]) -> Iterator[str]:
     yield _row(
         "KV cache",
         f"{answer['num_pages']:,} pages of {engine.page_size}, "
-        f"{_size(answer['num_pages'] * engine.page_size * plan.model.kv_bytes_per_token(plan.itemsize) // n)} a device",
+        f"{_size(answer['num_pages'] * plan.kv.page_bytes(plan.model, engine.page_size) // n)} a device",
     )
     if n > 1:
         yield _row("note", _MESH_NOTE)

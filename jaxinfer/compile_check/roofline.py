@@ -59,7 +59,7 @@ def _roofline(plan: Plan, *, tokens: int, rows: int, pairs: int, keys: int) -> R
     config, n, itemsize = plan.model, plan.num_devices, plan.itemsize
     layers, head = _matrix_elements(config), config.vocab_size * config.hidden_size
     flops = 2 * tokens * layers + 2 * rows * head + 4 * config.num_heads * config.head_dim * pairs
-    kv = 2 * config.num_kv_heads * config.head_dim * itemsize
+    kv = plan.kv.bytes_per_token(config, plan.engine.page_size) / config.num_layers
     num_bytes = {
         "weights": (layers + head) * itemsize / n,
         "embedding rows": tokens * config.hidden_size * itemsize,

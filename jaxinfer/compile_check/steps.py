@@ -11,9 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinfer.compile_check.plan import Plan
 from jaxinfer.engine.batch import BatchShape, Buckets
 from jaxinfer.engine.memory import plan_pages
-from jaxinfer.engine.step import EngineState, jit_step
-from jaxinfer.model.decoder import Decoder
+from jaxinfer.engine.state import EngineState
+from jaxinfer.engine.step import jit_step
 from jaxinfer.model.params import abstract_params
+from jaxinfer.model.spec import DecoderSpec
 from sharding import AxisRules, tree_shardings
 
 
@@ -49,11 +50,11 @@ def engine_steps(plan: Plan, mesh: Any, num_pages: int) -> Iterator[AbstractStep
         num_pages: pages of the KV cache.
     """
     config, engine = plan.model, plan.engine
-    decoder = Decoder(config, jnp.dtype(plan.dtype), engine.attention_implementation)
+    decoder = DecoderSpec(config, jnp.dtype(plan.dtype), engine.attention_implementation)
     params, axes = abstract_params(config, decoder.dtype)
     params = jax.tree.map(_placed, params, tree_shardings(params, axes, mesh, AxisRules()))
     state = jax.eval_shape(
-        lambda: EngineState.init(decoder, engine.max_num_seqs, num_pages, engine.page_size, frozenset())
+        lambda: EngineState.init(decoder, engine.max_num_seqs, num_pages, engine.page_size, plan.kv, frozenset())
     )
     everywhere, by_head = (NamedSharding(mesh, PartitionSpec(*split)) for split in ((), ("model",)))
     state = dataclasses.replace(_place(state, everywhere), cache=_place(state.cache, by_head))
@@ -66,7 +67,7 @@ def engine_steps(plan: Plan, mesh: Any, num_pages: int) -> Iterator[AbstractStep
     }
     for name, shape in shapes.items():
         inputs = _place(shape.abstract_inputs(config.vocab_size), everywhere)
-        yield AbstractStep(name, shape, jit_step(decoder), (shape, engine.decode_steps, params, state, *inputs))
+        yield AbstractStep(name, shape, jit_step(decoder.build()), (shape, engine.decode_steps, params, state, *inputs))
 
 
 def fit_pages(plan: Plan) -> int:
@@ -83,7 +84,7 @@ def fit_pages(plan: Plan) -> int:
             f"the weights do not fit: {weights / 2**30:.1f} GiB a device, {device.name} has {usable / 2**30:.1f} GiB "
             f"that jax can use; use more devices (--mesh model={2 * n}) or a smaller model"
         )
-    pages, _ = plan_pages(plan.model, plan.engine, plan.itemsize, (usable - weights) * n, is_cpu=False)
+    pages, _ = plan_pages(plan.model, plan.engine, plan.kv, (usable - weights) * n, is_cpu=False)
     return pages
 
 

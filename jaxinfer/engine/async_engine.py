@@ -1,15 +1,63 @@
 """AsyncEngine: the engine on a thread of its own, for asyncio programs."""
 
 import asyncio
+import collections
+import dataclasses
 import itertools
+import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from jaxinfer.engine.engine import Engine, EngineStats
 from jaxinfer.engine.outputs import CompletionChunk
 from jaxinfer.sampling.params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delivery:
+    """A chunk of one of the prompts of a stream.
+
+    Attributes:
+        prompt: index of the prompt.
+        chunk: what a step added to one of its completions.
+        time: when the step was read, in seconds of `time.monotonic`.
+    """
+
+    prompt: int
+    chunk: CompletionChunk
+    time: float
+
+
+class RequestStream:
+    """The chunks of prompts that run together; iterate once, and await `aclose` if you leave early."""
+
+    def __init__(self, engine: "AsyncEngine", request_ids: Sequence[str]):
+        """Belongs to the running event loop."""
+        self.request_ids = tuple(request_ids)
+        self.loop = asyncio.get_running_loop()
+        self.items: asyncio.Queue[Delivery | BaseException | None] = asyncio.Queue()
+        self.num_unfinished = len(self.request_ids)  # engine thread only
+        self._engine = engine
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> Delivery:
+        item = await self.items.get()
+        if isinstance(item, BaseException):
+            raise RuntimeError("the engine stopped before this request was finished") from item
+        if item is None:
+            raise StopAsyncIteration
+        return item
+
+    def close(self) -> None:
+        """Aborts what has not finished, between the next two steps; harmless when all has."""
+        self._engine.discard(self)
 
 
 class AsyncEngine:
@@ -27,12 +75,16 @@ class AsyncEngine:
     def __init__(self, engine: Engine):
         """Takes over `engine`; nobody else may use it from now on. The thread starts with `start` or `async with`."""
         self._engine = engine
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._streams: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}  # engine thread only
         self._ids = itertools.count()
         self._stopping = threading.Event()
-        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="jaxinfer-engine", daemon=True)
+        self._busy_since: float | None = None
+        self._lock = threading.Lock()  # over what follows
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._open_calls: set[_Call] = set()
+        self._streams: dict[str, tuple[RequestStream, int]] = {}
 
     async def __aenter__(self) -> "AsyncEngine":
         self.start()
@@ -45,11 +97,32 @@ class AsyncEngine:
         """Starts the engine's thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the thread after the step it is in; requests still open fail with RuntimeError."""
+    def stop(self, timeout: float | None = None) -> None:
+        """Ends the thread after the step it is in; requests still open fail with RuntimeError.
+
+        Args:
+            timeout: seconds to wait for a step that may hang; None waits for ever.
+        """
         self._stopping.set()
-        self._calls.put(lambda: None)
-        self._thread.join()
+        self._calls.put(_Call(lambda: None))
+        self._thread.join(timeout)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine, if it was not `stop`."""
+        return self._failure
+
+    @property
+    def seconds_busy(self) -> float:
+        """How long the thread has been at its present step; 0 while it waits for requests."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def fail(self, error: BaseException) -> None:
+        """Gives the engine up: every open request and call fails with `error` at once, even while a step hangs."""
+        self._failure = self._failure or error
+        self._stopping.set()
+        self._close(self._failure)
 
     def generate(
         self,
@@ -66,11 +139,9 @@ class AsyncEngine:
             ValueError: the prompt or a parameter is not valid.
             RuntimeError: the engine has failed or was stopped.
         """
-
-        def add(new_id: str) -> None:
-            self._engine.add_request(new_id, prompt, params, priority=priority, cache_salt=cache_salt)
-
-        return self._stream(add, request_id)
+        return self._chunks(lambda: self.submit(
+            [prompt], params, request_id=request_id, priority=priority, cache_salt=cache_salt
+        ))  # fmt: skip
 
     def fork(
         self, source_id: str, params: SamplingParams | None = None, *, request_id: str | None = None, index: int = 0
@@ -80,26 +151,54 @@ class AsyncEngine:
         The fork is made when its first chunk is asked for.
         """
 
-        def add(new_id: str) -> None:
+        def add(new_id: str, _: int) -> None:
             self._engine.fork(source_id, new_id, params, index=index)
 
-        return self._stream(add, request_id)
+        return self._chunks(lambda: self._open(1, request_id, add))
 
-    async def _stream(self, add: Callable[[str], None], request_id: str | None) -> AsyncGenerator[CompletionChunk]:
-        """Yields the chunks of a request that `add` queues under the id that it is given."""
-        request_id = request_id if request_id is not None else f"async-{next(self._ids)}"
-        stream = (asyncio.get_running_loop(), asyncio.Queue())
-        await self._call(lambda: self._add(request_id, stream, add))
+    async def _chunks(self, begin: Callable[[], Awaitable[RequestStream]]) -> AsyncGenerator[CompletionChunk]:
+        stream = await begin()
         try:
-            while True:
-                item = await stream[1].get()
-                if isinstance(item, BaseException):
-                    raise RuntimeError("the engine stopped before this request was finished") from item
-                if item is None:
-                    return
-                yield item
+            async for delivery in stream:
+                yield delivery.chunk
         finally:
-            self._calls.put(lambda: self._end(request_id, stream))
+            stream.close()
+
+    async def submit(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestStream:
+        """Queues several prompts, all or none, and returns the stream of their chunks, which the caller closes.
+
+        Raises:
+            ValueError: a prompt or a parameter is not valid.
+            RuntimeError: the engine has failed or was stopped.
+        """
+
+        def add(new_id: str, index: int) -> None:
+            self._engine.add_request(new_id, prompts[index], params, priority=priority, cache_salt=cache_salt)
+
+        return await self._open(len(prompts), request_id, add)
+
+    async def _open(self, count: int, request_id: str | None, add: Callable[[str, int], None]) -> RequestStream:
+        """Returns the stream of so many requests, which `add` queues by id and index."""
+        request_id = request_id if request_id is not None else f"async-{next(self._ids)}"
+        stream = RequestStream(self, [f"{request_id}-{i}" if count > 1 else request_id for i in range(count)])
+        try:
+            await self._call(lambda: self._add(stream, add))
+        except BaseException:  # cancelled: the request may be added all the same, and goes right after
+            stream.close()
+            raise
+        return stream
+
+    def discard(self, stream: RequestStream) -> None:
+        """Aborts what a stream has not finished; see `RequestStream.close`."""
+        self._calls.put(_Call(lambda: self._end(stream)))
 
     async def stats(self) -> EngineStats:
         """Returns counters of queues, pages and compilation."""
@@ -107,68 +206,126 @@ class AsyncEngine:
 
     async def _call(self, function: Callable[[], Any]) -> Any:
         """Runs a function on the engine's thread and returns its result."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
+        call = _Call(function, asyncio.get_running_loop().create_future())
+        with self._lock:
+            if self._closed or not self._thread.is_alive():
+                raise RuntimeError("the engine is not running") from self._failure
+            self._open_calls.add(call)
+            self._calls.put(call)
+        return await call.future
 
-        def settle(result: Any, error: BaseException | None) -> None:
-            if not future.cancelled():
-                future.set_exception(error) if error else future.set_result(result)
+    def _add(self, stream: RequestStream, add: Callable[[str, int], None]) -> None:
+        try:
+            for index, request_id in enumerate(stream.request_ids):
+                add(request_id, index)
+                with self._lock:
+                    self._streams[request_id] = stream, index
+        except ValueError:
+            self._end(stream)
+            raise
 
-        def run() -> None:
-            try:
-                result, error = function(), None
-            except Exception as failure:  # belongs to the caller, not to the engine
-                result, error = None, failure
-            loop.call_soon_threadsafe(settle, result, error)
+    def _end(self, stream: RequestStream) -> None:
+        for request_id in stream.request_ids:
+            if self._streams.get(request_id, (None, 0))[0] is stream:
+                self._forget(request_id)
+                self._engine.abort(request_id)
+                self._engine.pop_output(request_id)
 
-        if not self._thread.is_alive():
-            raise RuntimeError("the engine is not running") from self._failure
-        self._calls.put(run)
-        return await future
+    def _forget(self, request_id: str) -> RequestStream:
+        with self._lock:
+            return self._streams.pop(request_id)[0]
 
-    def _add(self, request_id: str, stream: tuple, add: Callable[[str], None]) -> None:
-        add(request_id)
-        self._streams[request_id] = stream
-
-    def _end(self, request_id: str, stream: tuple) -> None:
-        if self._streams.get(request_id) is stream:
-            self._engine.abort(request_id)
-            self._engine.pop_output(request_id)
-            del self._streams[request_id]
+    def _close(self, error: BaseException) -> set[RequestStream]:
+        """Takes no more calls, tells all who wait, and returns the streams that were open."""
+        with self._lock:
+            self._closed = True
+            streams, calls = {stream for stream, _ in self._streams.values()}, self._open_calls
+            self._open_calls = set()
+        for stream in streams:
+            _schedule(stream.loop, stream.items.put_nowait, error)
+        for call in calls:
+            call.settle(None, RuntimeError("the engine is not running"))
+        return streams
 
     def _run(self) -> None:
+        error: BaseException = RuntimeError("stopped")
         try:
             while not self._stopping.is_set():
                 self._do_calls(wait=not self._engine.has_work)
                 if self._engine.has_work and not self._stopping.is_set():
+                    self._busy_since = time.monotonic()
                     self._deliver(self._engine.step())
         except BaseException as failure:  # nobody may wait for ever on a dead engine
-            self._failure = failure
-            raise
+            if self._failure is None:  # given up before, while the step hung, it is no news
+                log.exception("the engine has failed")
+            error = self._failure = self._failure or failure
         finally:
-            error = self._failure or RuntimeError("stopped")
-            for stream in self._streams.values():
-                _send(stream, error)
-            while not self._calls.empty():
-                self._calls.get()()
+            self._busy_since = None
+            for stream in self._close(error):
+                if self._failure is None:  # stopped in good order: nothing is left behind in the engine
+                    self._end(stream)
 
     def _do_calls(self, wait: bool) -> None:
         if wait:
-            self._calls.get()()
+            self._busy_since = None
+            self._do(self._calls.get())
         while not self._calls.empty():
-            self._calls.get()()
+            self._do(self._calls.get())
+
+    def _do(self, call: "_Call") -> None:
+        self._busy_since = time.monotonic()
+        try:
+            result, error = call.function(), None
+        except Exception as failure:  # belongs to the caller, not to the engine
+            result, error = None, failure
+        with self._lock:
+            self._open_calls.discard(call)
+        call.settle(result, error)
 
     def _deliver(self, chunks: Sequence[CompletionChunk]) -> None:
+        """Wakes every event loop at most once a step, whatever the number of its streams."""
+        now = time.monotonic()
+        outbox: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, Delivery | None]]]
+        outbox = collections.defaultdict(list)
         for chunk in chunks:
-            if chunk.request_id in self._streams:
-                _send(self._streams[chunk.request_id], chunk)
+            if place := self._streams.get(chunk.request_id):
+                stream, index = place
+                outbox[stream.loop].append((stream.items, Delivery(index, chunk, now)))
         for request_id in dict.fromkeys(chunk.request_id for chunk in chunks if chunk.finish_reason is not None):
             if request_id in self._streams and self._engine.is_finished(request_id):
                 self._engine.pop_output(request_id)
-                _send(self._streams.pop(request_id), None)
+                stream = self._forget(request_id)
+                stream.num_unfinished -= 1
+                if not stream.num_unfinished:
+                    outbox[stream.loop].append((stream.items, None))
+        for loop, items in outbox.items():
+            _schedule(loop, _put_all, items)
 
 
-def _send(stream: tuple[asyncio.AbstractEventLoop, asyncio.Queue], item: Any) -> None:
-    loop, items = stream
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(items.put_nowait, item)
+class _Call:
+    """A function for the engine's thread, and the future that waits for its result, if one does."""
+
+    def __init__(self, function: Callable[[], Any], future: asyncio.Future[Any] | None = None):
+        self.function = function
+        self.future: Any = future
+
+    def settle(self, result: Any, error: BaseException | None) -> None:
+        """Gives the future its result, from any thread; only the first counts."""
+        if self.future is not None:
+            _schedule(self.future.get_loop(), self._settle, result, error)
+
+    def _settle(self, result: Any, error: BaseException | None) -> None:
+        if not self.future.done():
+            self.future.set_exception(error) if error else self.future.set_result(result)
+
+
+def _put_all(items: Sequence[tuple[asyncio.Queue, Any]]) -> None:
+    for target, item in items:
+        target.put_nowait(item)
+
+
+def _schedule(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: Any) -> None:
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:  # the loop has closed, and nobody waits there any more
+        log.debug("an event loop closed before its requests had ended")

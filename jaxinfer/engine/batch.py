@@ -76,7 +76,10 @@ class StepBatch:
         sampling |= {name: floats[i] for i, name in enumerate(FLOAT_FIELDS)}
         seeds = lax.bitcast_convert_type(parts["sampling.seeds"], np.uint32)
         return cls(
-            TokenBatch(**{field.name: parts[field.name] for field in dataclasses.fields(TokenBatch)}),
+            TokenBatch(
+                **{field.name: parts[field.name] for field in dataclasses.fields(TokenBatch) if field.name in parts},
+                slots=sampling["slots"],
+            ),
             SamplingRows(**sampling, seeds=seeds),
             parts["logits_indices"],
             parts["num_samples"],

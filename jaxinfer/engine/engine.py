@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.compile_cache import ProgramCache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.admission import fork_requests, make_requests
 from jaxinfer.engine.memory import free_memory, plan_pages
@@ -64,8 +65,13 @@ class EngineStats:
 class Engine:
     """Continuous batching over one model. Not thread-safe: one thread calls it (see `AsyncEngine`)."""
 
-    def __init__(self, model: Model, config: EngineConfig | None = None):
+    def __init__(self, model: Model, config: EngineConfig | None = None, *, programs: ProgramCache | None = None):
         """Sizes the KV cache from the memory that is free and allocates it.
+
+        Args:
+            model: a loaded model.
+            config: limits and options.
+            programs: where compiled steps are kept for later processes; None keeps none.
 
         Raises:
             ValueError: the cache cannot hold one request of `max_model_len` tokens, or the model lies on several
@@ -80,15 +86,15 @@ class Engine:
                 " jaxinfer.generate, which works on any mesh"
             )
         [device] = devices
-        itemsize = jnp.dtype(model.decoder.dtype).itemsize
+        kv = config.kv_spec(jnp.dtype(model.spec.dtype))
         num_pages, self.max_model_len = plan_pages(
-            model.config, config, itemsize, free_memory(device), device.platform == "cpu"
+            model.config, config, kv, free_memory(device), device.platform == "cpu"
         )
         self.scheduler = Scheduler(config, PagePool(num_pages, config.page_size))
         self.runner = ModelRunner(
-            dataclasses.replace(model.decoder, implementation=config.attention_implementation),
+            dataclasses.replace(model.spec, implementation=config.attention_implementation),
             model.params, config, num_pages=num_pages, max_model_len=self.max_model_len,
-            stop_token_ids=frozenset(model.tokenizer.eos_token_ids),
+            stop_token_ids=frozenset(model.tokenizer.eos_token_ids), programs=programs,
         )  # fmt: skip
         self._seeds = np.random.default_rng(config.seed if config.seed is not None else secrets.randbits(64))
         self._groups: dict[str, list[Sequence]] = {}  # by the user's request id, one entry a completion

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 
 from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.kv_spec import KVSpec
 
 CPU_CACHE_LIMIT = 1 << 30  # bytes taken by default on a machine whose memory is shared with everything else
 
@@ -22,14 +23,14 @@ def free_memory(device: jax.Device) -> int:  # pyright: ignore[reportInvalidType
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
-    """Returns an upper estimate of a step's temporary memory: activations of a layer, logits of all rows."""
+def workspace_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Returns an upper estimate of a step's temporary memory, in f32: activations of a layer, logits of all rows."""
     widest = 2 * model.intermediate_size + 4 * model.hidden_size + 2 * model.num_heads * model.head_dim
     logits = 4 * config.max_num_seqs * model.vocab_size * 4
-    return config.max_num_batched_tokens * widest * max(itemsize, 4) + logits
+    return config.max_num_batched_tokens * widest * 4 + logits
 
 
-def plan_pages(model: ModelConfig, config: EngineConfig, itemsize: int, free: int, is_cpu: bool) -> tuple[int, int]:
+def plan_pages(model: ModelConfig, config: EngineConfig, kv: KVSpec, free: int, is_cpu: bool) -> tuple[int, int]:
     """Returns the number of pages, the null page included, and the longest request in tokens.
 
     Unless `num_pages` is given, never more pages than `max_num_seqs` requests of full length could use. Without
@@ -38,7 +39,7 @@ def plan_pages(model: ModelConfig, config: EngineConfig, itemsize: int, free: in
     Args:
         model: shape of the model.
         config: limits.
-        itemsize: bytes of a KV element.
+        kv: precision of keys and values.
         free: bytes free after the weights are loaded.
         is_cpu: whether memory is shared with the rest of the machine.
 
@@ -51,18 +52,20 @@ def plan_pages(model: ModelConfig, config: EngineConfig, itemsize: int, free: in
     wanted = config.max_model_len or limit
     num_pages = config.num_pages
     if num_pages is None:
-        page_bytes = config.page_size * model.kv_bytes_per_token(itemsize)
-        budget = int((free - workspace_bytes(model, config, itemsize)) * config.memory_fraction)
+        page_bytes = kv.page_bytes(model, config.page_size)
+        budget = int((free - workspace_bytes(model, config)) * config.memory_fraction)
+        open_bytes = (1 + config.max_num_seqs) * kv.open_bytes(model, config.page_size)
         if is_cpu:
-            budget = min(budget, CPU_CACHE_LIMIT)
+            budget = min(budget, CPU_CACHE_LIMIT + open_bytes)
+        budget -= open_bytes
         full = 1 + config.max_num_seqs * -(-wanted // config.page_size)
         num_pages = min(full, budget // page_bytes)
         if num_pages < 2:
             raise ValueError(
                 f"no room for KV pages: {free / 2**20:.0f} MiB are free, one page of {config.page_size} tokens takes "
                 f"{page_bytes / 2**20:.1f} MiB beside a workspace of "
-                f"{workspace_bytes(model, config, itemsize) / 2**20:.0f} MiB; lower max_num_batched_tokens or "
-                "max_num_seqs, or set num_pages"
+                f"{workspace_bytes(model, config) / 2**20:.0f} MiB; lower max_num_batched_tokens or max_num_seqs, "
+                "or set num_pages or a smaller kv_dtype"
             )
     capacity = (num_pages - 1) * config.page_size
     if config.max_model_len is not None and capacity < config.max_model_len:

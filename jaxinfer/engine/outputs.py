@@ -57,7 +57,12 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True)
 class CompletionChunk:
-    """What one step added to one completion; the texts of all chunks joined are the completion's text."""
+    """What one step added to one completion; the texts of all chunks joined are the completion's text.
+
+    Attributes:
+        prompt_logprobs: in the first chunk with tokens, one entry a prompt token, if asked for.
+        metrics: in the last chunk.
+    """
 
     request_id: str
     index: int
@@ -66,3 +71,5 @@ class CompletionChunk:
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    metrics: RequestMetrics | None = None

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.compile_cache import ProgramCache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.batch import BatchShape, Buckets, build_batch
 from jaxinfer.engine.page_pool import NULL_PAGE
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import ScheduledStep
 from jaxinfer.engine.scoring import ScoredTokens, Scorer
-from jaxinfer.engine.step import EngineState, StepOutput, jit_step
-from jaxinfer.model.decoder import Decoder
+from jaxinfer.engine.state import EngineState, StepOutput
 from jaxinfer.model.params import Params
+from jaxinfer.model.spec import DecoderSpec
 from jaxinfer.sampling.rows import build_row, needs_row
 from jaxinfer.sampling.state import install_row
 from pallas_kernels.page_copy import copy_pages
@@ -35,6 +37,7 @@ class CompileStats:
     """What compilation has cost so far."""
 
     num_compiled: int = 0
+    num_loaded: int = 0  # found in the program cache instead
     num_after_warmup: int = 0
     seconds: float = 0.0
 
@@ -60,18 +63,19 @@ class ModelRunner:
     """The device side of the engine: one jitted, donated step per batch shape."""
 
     def __init__(
-        self, decoder: Decoder, params: Params, config: EngineConfig, *, num_pages: int, max_model_len: int,
-        stop_token_ids: frozenset[int],
+        self, decoder: DecoderSpec, params: Params, config: EngineConfig, *, num_pages: int, max_model_len: int,
+        stop_token_ids: frozenset[int], programs: ProgramCache | None = None,
     ):  # fmt: skip
         """Allocates the KV cache and the sampler state.
 
         Args:
-            decoder: the model.
+            decoder: what makes the model; its modules are imported when a step has to be compiled.
             params: its parameters.
             config: limits.
             num_pages: pages of the cache, the null page included.
             max_model_len: longest request in tokens.
             stop_token_ids: the model's end-of-sequence tokens.
+            programs: where compiled steps are kept; None keeps them in this process alone.
         """
         self.decoder = decoder
         self.params = params
@@ -81,11 +85,16 @@ class ModelRunner:
         self._stop_token_ids = stop_token_ids
         self._dirty_slots: set[int] = set()
         self._compiled: dict[BatchShape, Any] = {}
+        self._lock = threading.Lock()
         self._warm = False
         self._masks: dict[int, jax.Array] = {}
         self._scorer = Scorer(decoder, params)
-        self.state = EngineState.init(decoder, config.max_num_seqs, num_pages, config.page_size, stop_token_ids)
-        self._step = jit_step(decoder)
+        kv = config.kv_spec(jnp.dtype(decoder.dtype))
+        self.state = EngineState.init(
+            decoder, config.max_num_seqs, num_pages, config.page_size, kv, stop_token_ids, on_demand=True
+        )
+        self._programs = programs
+        self._step: Any = None
         self._copy_pages = jax.jit(functools.partial(copy_pages, disjoint=True), donate_argnums=0)
 
     def install(self, request: Request) -> None:
@@ -105,8 +114,8 @@ class ModelRunner:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all KV pages, as allocated."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state.cache))
+        """Bytes of all KV pages of the pool, as allocated."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.state.cache.k_pages, self.state.cache.v_pages)))
 
     def dispatch(self, scheduled: ScheduledStep) -> PendingStep:
         """Enqueues a step, with the page copies that come before it, and returns at once."""
@@ -158,22 +167,43 @@ class ModelRunner:
         size = next(rows for rows in self.buckets.ragged_rows if rows >= len(copies))
         pages = np.full((2, size), NULL_PAGE, np.int32)
         pages[:, : len(copies)] = np.transpose(copies)
-        self.state = dataclasses.replace(self.state, cache=self._copy_pages(self.state.cache, *pages))
+        cache = self.state.cache
+        k_pages, v_pages = self._copy_pages((cache.k_pages, cache.v_pages), *pages)
+        cache = dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages)
+        self.state = dataclasses.replace(self.state, cache=cache)
 
     def _compile(self, shape: BatchShape) -> Any:
         if shape in self._compiled:
             return self._compiled[shape]
         start = time.perf_counter()
-        inputs = shape.abstract_inputs(self.decoder.config.vocab_size)
-        lowered = self._step.lower(shape, self.config.decode_steps, self.params, self.state, *inputs)
-        self._compiled[shape] = compiled = lowered.compile()
+        arguments = (self.params, self.state, *shape.abstract_inputs(self.decoder.config.vocab_size))
+        steps, found = self.config.decode_steps, False
+
+        def compile_step() -> Any:
+            return self._jitted().lower(shape, steps, *arguments).compile()
+
+        if self._programs is None:
+            compiled = compile_step()
+        else:
+            [device] = self.state.last_tokens.devices()
+            compiled, found = self._programs.get((self.decoder, shape, steps), arguments, device, compile_step)
+        self._compiled[shape] = compiled
         seconds = time.perf_counter() - start
-        self.stats.num_compiled += 1
+        self.stats.num_compiled += not found
+        self.stats.num_loaded += found
         self.stats.seconds += seconds
         if self._warm:
             self.stats.num_after_warmup += 1
             log.warning("compiled %s after warm-up in %.1f s: this shape was not foreseen", shape, seconds)
         return compiled
+
+    def _jitted(self) -> Any:
+        from jaxinfer.engine import step  # with the decoder's modules, which need a third of a second
+
+        with self._lock:  # two shapes are compiled at a time, of one function
+            if self._step is None:
+                self._step = step.jit_step(self.decoder.build())
+            return self._step
 
     def _token_mask(self, scheduled: ScheduledStep, num_rows: int) -> jax.Array | np.ndarray:
         """Returns which tokens each row may sample; almost always all of them, from one array kept on the device."""
@@ -185,7 +215,7 @@ class ModelRunner:
         words = -(-self.decoder.config.vocab_size // 32)
         if not banned:
             if num_rows not in self._masks:
-                self._masks[num_rows] = jnp.full((num_rows, words), 0xFFFFFFFF, jnp.uint32)
+                self._masks[num_rows] = jnp.asarray(np.full((num_rows, words), 0xFFFFFFFF, np.uint32))
             return self._masks[num_rows]
         return _mask_without(banned, num_rows, words)
 
@@ -198,6 +228,6 @@ def _mask_without(banned: dict[int, Sequence[int]], num_rows: int, words: int) -
     return mask
 
 
-def _min_decode_rows(decoder: Decoder) -> int:
+def _min_decode_rows(decoder: DecoderSpec) -> int:
     """XLA's CPU dot with one row first converts a bfloat16 matrix to float32; from two rows on it does not."""
     return 2 if jax.default_backend() == "cpu" and decoder.dtype == jnp.bfloat16 else 1

@@ -67,6 +67,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.forks: list[Request] = []  # join the waiting ones when their source has computed what they share
         self.prefix_cache = PrefixCache(pool) if config.prefix_cache else None
+        self._has_open_pages = config.kv_spec("float32").open is not None
         self.num_preemptions = 0
         self.num_page_copies = 0
         self.num_prefill_tokens = 0
@@ -254,7 +255,7 @@ class Scheduler:
         copies += zip(partial, pages[num_shared:])
         request.pages = pages
         request.num_published_pages = num_shared
-        request.num_computed_tokens = request.num_tokens - 1 if forked else num_shared * self.pool.page_size
+        request.num_computed_tokens = request.num_tokens - 1 if partial else num_shared * self.pool.page_size
         if self.prefix_cache and not forked:
             self.prefix_cache.count(request, request.num_computed_tokens)
         if not request.metrics.num_preemptions:
@@ -282,11 +283,14 @@ class Scheduler:
         )
 
     def _fork_pages(self, request: Request) -> tuple[list[int], list[int]]:
-        """Returns the source's pages that hold all tokens but the last: full ones, and the one that it goes on in."""
+        """Returns the source's pages that hold all tokens but the last: full ones, and the one that it goes on in.
+
+        An open page is its owner's, who goes on writing it: what is in it the fork computes again.
+        """
         source, (num_full, rest) = request.source, divmod(request.num_tokens - 1, self.pool.page_size)
         assert source is not None
         request.page_keys = source.page_keys[:num_full]
-        return source.pages[:num_full], source.pages[num_full : num_full + bool(rest)]
+        return source.pages[:num_full], source.pages[num_full : num_full + (rest > 0 and not self._has_open_pages)]
 
     def _cached_pages(self, request: Request) -> list[int]:
         return self.prefix_cache.match(request) if self.prefix_cache else []

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.model.decoder import Decoder, head_logits
 from jaxinfer.model.params import Params
+from jaxinfer.model.spec import DecoderSpec
 from jaxinfer.sampling.logprobs import token_logprobs
 from jaxinfer.sampling.params import MAX_LOGPROBS
 
@@ -32,7 +32,7 @@ class ScoredTokens:
 class Scorer:
     """Scores tokens given the hidden states from which they are predicted."""
 
-    def __init__(self, decoder: Decoder, params: Params):
+    def __init__(self, decoder: DecoderSpec, params: Params):
         """Nothing is compiled before `warmup` or the first call."""
         self._params = params
         self._score_block = jax.jit(functools.partial(_score_block, decoder))
@@ -57,7 +57,9 @@ class Scorer:
 
 
 def _score_block(
-    decoder: Decoder, params: Params, hidden: jax.Array, targets: jax.Array
+    decoder: DecoderSpec, params: Params, hidden: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    logits = head_logits(decoder, params, hidden)
+    from jaxinfer.model.decoder import head_logits  # heavy, and few requests want scores
+
+    logits = head_logits(decoder.build(), params, hidden)
     return token_logprobs(logits, targets, MAX_LOGPROBS)

@@ -52,13 +52,17 @@ class Sequence:
             text += self._detokenizer.flush()
         new = request.output_token_ids[self._num_pushed :]
         logprobs = request.logprobs[self._num_pushed :] if request.params.logprobs is not None else None
+        is_first = new and not self._num_pushed and request.params.prompt_logprobs is not None
         self._num_pushed = len(request.output_token_ids)
         if not new and not text and request.finish_reason is None:
             return None
         text, self._prefix = self._prefix + text, ""
+        prompt_logprobs = list(request.prompt_logprobs) or [None] if is_first else None
+        metrics = request.metrics if request.finish_reason is not None else None
         return CompletionChunk(
-            self.parent_id, self.index, text, new, logprobs, request.finish_reason, request.stop_reason
-        )
+            self.parent_id, self.index, text, new, logprobs, request.finish_reason, request.stop_reason,
+            prompt_logprobs, metrics,
+        )  # fmt: skip
 
     def output(self) -> CompletionOutput:
         """Returns the completion as it stands."""

@@ -6,7 +6,6 @@ loop over rows of one token, feeding each sampled token back without the host.
 
 import dataclasses
 import functools
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -14,43 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.engine.batch import BatchShape, StepBatch
+from jaxinfer.engine.state import EngineState, StepOutput
 from jaxinfer.model.batch import decode_batch
 from jaxinfer.model.decoder import Decoder, forward, head_logits
-from jaxinfer.model.kv_cache import KVCache
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.rows import ENDS_REQUEST
 from jaxinfer.sampling.sampler import SamplingRows, sample
-from jaxinfer.sampling.state import SamplerState, init_state
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class EngineState:
-    """What lives on the device between steps; donated to every step."""
-
-    cache: KVCache
-    sampler: SamplerState
-    last_tokens: jax.Array  # i32[R]  last sampled token of every slot
-
-    @classmethod
-    def init(
-        cls, decoder: Decoder, num_slots: int, num_pages: int, page_size: int, stop_token_ids: Collection[int]
-    ) -> "EngineState":
-        """Returns the state of an idle engine with R = `num_slots`; under `jax.eval_shape`, its shapes alone."""
-        return cls(
-            cache=KVCache.init(decoder.config, num_pages, page_size, decoder.dtype),
-            sampler=init_state(num_slots, decoder.config.vocab_size, stop_token_ids),
-            last_tokens=jnp.zeros(num_slots, jnp.int32),
-        )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StepOutput:
-    """What comes out of a step; the hidden states stay on the device, for log-probabilities."""
-
-    token_ids: jax.Array  # i32[steps, S]  -1 where a row did not sample, or nothing was allowed to it
-    hidden: jax.Array  # f[T, D] of a ragged step; f[steps, S, D] of decode steps
 
 
 def jit_step(decoder: Decoder) -> Any:
@@ -88,7 +56,7 @@ def decode_steps(
 ) -> tuple[EngineState, StepOutput]:
     """Runs up to `max_steps` decode steps, fewer when every row has its `num_samples` tokens or has stopped."""
     S, D = batch.logits_indices.shape[0], decoder.config.hidden_size
-    page_size = state.cache.k_pages[0].shape[2]
+    page_size, slots = state.cache.page_size, batch.tokens.slots
     first_positions = batch.tokens.positions
     output = StepOutput(jnp.full((max_steps, S), -1, jnp.int32), jnp.zeros((max_steps, S, D), decoder.dtype))
     token_ids = _known_tokens(batch.tokens.token_ids, state.last_tokens, batch.sampling.slots)
@@ -99,7 +67,7 @@ def decode_steps(
     def body(carry: tuple) -> tuple:
         step, token_ids, stopped, state, output = carry
         active = is_active(step, stopped)
-        tokens = decode_batch(token_ids, first_positions + step, batch.tokens.page_indices, active, page_size)
+        tokens = decode_batch(token_ids, first_positions + step, batch.tokens.page_indices, active, page_size, slots)
         hidden, cache = forward(decoder, params, state.cache, tokens)
         state = dataclasses.replace(state, cache=cache)
         rows = dataclasses.replace(batch.sampling, positions=batch.sampling.positions + step, active=active)

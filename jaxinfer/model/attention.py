@@ -1,4 +1,4 @@
-"""Grouped-query attention over the paged cache; the only file that calls the attention kernels."""
+"""Grouped-query attention over the paged cache; beside `open_pages.py`, all that calls attention kernels."""
 
 from typing import Any
 
@@ -8,7 +8,9 @@ from jaxtyping import Array, Float
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.model.batch import TokenBatch
+from jaxinfer.model.kv_cache import OpenPages
 from jaxinfer.model.layers import Linear, RMSNorm, project
+from jaxinfer.model.open_pages import OpenPlan, attend
 from jaxinfer.model.rope import apply_rope
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import Schedule, ragged_paged_attention
@@ -32,30 +34,39 @@ class Attention(nn.Module):
         rope: tuple[jax.Array, jax.Array],
         k_pages: Pages,
         v_pages: Pages,
+        open_pages: OpenPages | None,
         batch: TokenBatch,
         schedule: Schedule,
-    ) -> tuple[Float[Array, "T D"], Pages, Pages]:
-        """Returns f[T, D] and the layer's pages with this step's keys and values written."""
+        plan: OpenPlan | None,
+    ) -> tuple[Float[Array, "T D"], Pages, Pages, OpenPages | None]:
+        """Returns f[T, D] and the layer's pages and open pages with this step's keys and values written."""
         c, T = self.config, x.shape[0]
 
         options = (self.dtype, c.qkv_bias, self.activations)
-        shapes = {"q": (c.num_heads, "heads"), "k": (c.num_kv_heads, "kv_heads"), "v": (c.num_kv_heads, "kv_heads")}
-        layers = (Linear(n * c.head_dim, (axis, "embed"), *options, name=name) for name, (n, axis) in shapes.items())
+        heads = {"q": c.num_heads, "k": c.num_kv_heads, "v": c.num_kv_heads}
+        layers = (Linear(n * c.head_dim, *options, name=name) for name, n in heads.items())
         q, k, v = (y.reshape(T, -1, c.head_dim) for y in project(x, *layers))
         if c.qk_norm:
-            q = RMSNorm(c.rms_norm_eps, self.dtype, "head_dim", name="q_norm")(q)
-            k = RMSNorm(c.rms_norm_eps, self.dtype, "head_dim", name="k_norm")(k)
+            q = RMSNorm(c.rms_norm_eps, self.dtype, name="q_norm")(q)
+            k = RMSNorm(c.rms_norm_eps, self.dtype, name="k_norm")(k)
         if self.use_rope:
             q = apply_rope(q, *rope)
         plain = "xla" if self.implementation == "reference" else None  # wanted for shapes, or as an oracle
-        k_pages, v_pages = write_kv(
-            k_pages, v_pages, k, v, batch.slot_mapping, rope=rope if self.use_rope else None, implementation=plain
-        )  # fmt: skip
-        out = ragged_paged_attention(
-            q, k_pages, v_pages, batch.page_indices, batch.kv_lens, batch.cu_q_lens, batch.num_decode_rows,
-            scale=c.head_dim**-0.5, sliding_window=self.window, schedule=schedule,
-            implementation=self.implementation,
-        )  # fmt: skip
+        key_rope, scale = rope if self.use_rope else None, c.head_dim**-0.5
+        if open_pages is not None:
+            assert plan is not None
+            out, (k_pages, v_pages), open_pages = attend(
+                q, k, v, (k_pages, v_pages), open_pages, batch, schedule, plan, rope=key_rope, scale=scale,
+                window=self.window, implementation=self.implementation, write_implementation=plain,
+            )  # fmt: skip
+        else:
+            k_pages, v_pages = write_kv(
+                k_pages, v_pages, k, v, batch.slot_mapping, rope=key_rope, implementation=plain
+            )  # fmt: skip
+            out = ragged_paged_attention(
+                q, k_pages, v_pages, batch.page_indices, batch.kv_lens, batch.cu_q_lens, batch.num_decode_rows,
+                scale=scale, sliding_window=self.window, schedule=schedule, implementation=self.implementation,
+            )  # fmt: skip
         out = out.reshape(T, c.num_heads * c.head_dim)
-        project_out = Linear(c.hidden_size, ("embed", "heads"), self.dtype, c.o_bias, self.activations, name="o")
-        return project_out(out), k_pages, v_pages
+        project_out = Linear(c.hidden_size, self.dtype, c.o_bias, self.activations, name="o")
+        return project_out(out), k_pages, v_pages, open_pages

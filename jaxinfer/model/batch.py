@@ -19,6 +19,7 @@ class TokenBatch:
     kv_lens: jax.Array  # i32[S]
     cu_q_lens: jax.Array  # i32[S + 1]
     num_decode_rows: jax.Array | None  # i32[], None: every row is a decode row
+    slots: jax.Array | None = None  # i32[S]  the engine's slot of each row; caches with open pages need it
 
 
 def decode_batch(
@@ -27,6 +28,7 @@ def decode_batch(
     page_indices: Int[Array, "S M"],
     active: Bool[Array, " S"],
     page_size: int,
+    slots: Int[Array, " S"] | None = None,
 ) -> TokenBatch:
     """Returns the batch of a decode step: one token a row, at `positions`; rows that are not active are empty."""
     S = token_ids.shape[0]
@@ -39,4 +41,5 @@ def decode_batch(
         kv_lens=jnp.where(active, positions + 1, 0),
         cu_q_lens=jnp.arange(S + 1, dtype=jnp.int32),
         num_decode_rows=None,
+        slots=slots,
     )

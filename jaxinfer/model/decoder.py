@@ -10,8 +10,9 @@ from jaxtyping import Array, Float
 from jaxinfer.config import ModelConfig
 from jaxinfer.model.attention import Attention
 from jaxinfer.model.batch import TokenBatch
-from jaxinfer.model.kv_cache import KVCache
+from jaxinfer.model.kv_cache import KVCache, OpenPages
 from jaxinfer.model.layers import MLP, Embedding, RMSNorm, linear
+from jaxinfer.model.open_pages import OpenPlan, packed_view, plan_open_pages
 from jaxinfer.model.rope import rope_tables
 from pallas_kernels.paged_attention import Schedule, make_schedule
 from pallas_kernels.pages import Pages
@@ -42,18 +43,19 @@ class DecoderLayer(nn.Module):
     @nn.compact
     def __call__(
         self, x: jax.Array, rope: tuple[jax.Array, jax.Array], k_pages: Pages, v_pages: Pages,
-        batch: TokenBatch, schedule: Schedule,
-    ) -> tuple[jax.Array, Pages, Pages]:  # fmt: skip
-        """Returns f[T, D] and the layer's pages."""
+        open_pages: OpenPages | None, batch: TokenBatch, schedule: Schedule, plan: OpenPlan | None,
+    ) -> tuple[jax.Array, Pages, Pages, OpenPages | None]:  # fmt: skip
+        """Returns f[T, D] and the layer's pages and open pages."""
         c = self.config
         attention = Attention(
             c, self.window, self.use_rope, self.dtype, self.implementation, self.activations, name="attention"
         )
-        y = RMSNorm(c.rms_norm_eps, self.dtype, "embed", name="attention_norm")(x)
-        y, k_pages, v_pages = attention(y, rope, k_pages, v_pages, batch, schedule)
+        y = RMSNorm(c.rms_norm_eps, self.dtype, name="attention_norm")(x)
+        y, k_pages, v_pages, open_pages = attention(y, rope, k_pages, v_pages, open_pages, batch, schedule, plan)
         x = x + y
-        y = RMSNorm(c.rms_norm_eps, self.dtype, "embed", name="mlp_norm")(x)
-        return x + MLP(c.intermediate_size, c.mlp_bias, self.dtype, self.activations, name="mlp")(y), k_pages, v_pages
+        y = RMSNorm(c.rms_norm_eps, self.dtype, name="mlp_norm")(x)
+        mlp = MLP(c.intermediate_size, c.mlp_bias, self.dtype, self.activations, name="mlp")
+        return x + mlp(y), k_pages, v_pages, open_pages
 
 
 class Decoder(nn.Module):
@@ -63,7 +65,7 @@ class Decoder(nn.Module):
 
     Attributes:
         config: shape and options.
-        dtype: of activations and KV cache, and of weights that are not packed.
+        dtype: of activations, of a KV cache whose precision is "auto", and of weights that are not packed.
         implementation: of attention; None for the fastest that accepts.
         activations: how products with packed weights round their input first: "int16", "int8", or None, not at all.
     """
@@ -82,7 +84,7 @@ class Decoder(nn.Module):
             layer(c, window, use_rope, self.dtype, self.implementation, self.activations)
             for window, use_rope in zip(c.layer_windows, c.layer_rope)
         ]
-        self.final_norm = RMSNorm(c.rms_norm_eps, self.dtype, "embed")
+        self.final_norm = RMSNorm(c.rms_norm_eps, self.dtype)
         if not c.tie_word_embeddings:
             self.lm_head = Embedding(c.vocab_size, c.hidden_size, self.dtype)
 
@@ -91,19 +93,30 @@ class Decoder(nn.Module):
         x = self.embed(batch.token_ids)
         rope = rope_tables(self.config, batch.positions)
         schedules = {window: self._schedule(cache, batch, window) for window in set(self.config.layer_windows)}
-        k_pages, v_pages = [], []
+        plans = {window: self._open_plan(cache, batch, window) for window in schedules}
+        layers = []
         for i, (layer, window) in enumerate(zip(self.layers, self.config.layer_windows)):
             with jax.named_scope(f"layer_{i}"):
-                x, k, v = layer(x, rope, cache.k_pages[i], cache.v_pages[i], batch, schedules[window])
-            k_pages.append(k)
-            v_pages.append(v)
-        return self.final_norm(x), KVCache(tuple(k_pages), tuple(v_pages))
+                opened = None if cache.open_pages is None else cache.open_pages[i]
+                x, *pages = layer(
+                    x, rope, cache.k_pages[i], cache.v_pages[i], opened, batch, schedules[window], plans[window]
+                )  # fmt: skip
+            layers.append(pages)
+        k_pages, v_pages, open_pages = zip(*layers)
+        return self.final_norm(x), KVCache(k_pages, v_pages, None if cache.open_pages is None else open_pages)
 
     def _schedule(self, cache: KVCache, batch: TokenBatch, window: int | None) -> Schedule:
+        if cache.open_pages is not None:
+            batch, _ = packed_view(batch, cache.page_size, window)
         return make_schedule(
-            batch.token_ids.shape[0], cache.k_pages[0].shape[2], batch.page_indices.shape[1], batch.kv_lens,
+            batch.token_ids.shape[0], cache.page_size, batch.page_indices.shape[1], batch.kv_lens,
             batch.cu_q_lens, batch.num_decode_rows, window,
         )  # fmt: skip
+
+    def _open_plan(self, cache: KVCache, batch: TokenBatch, window: int | None) -> OpenPlan | None:
+        if cache.open_pages is None:
+            return None
+        return plan_open_pages(batch, cache.page_size, cache.open_pages[0][0].shape[1], window)
 
     def logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
         """Returns f32[S, V] of hidden states that `__call__` returned."""

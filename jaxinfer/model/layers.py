@@ -1,7 +1,7 @@
 """Linear, RMSNorm and the gated MLP: the layers without state.
 
-Parameters carry logical axis names (`sharding.AxisRules` maps them to mesh axes); matrices are [out, in], the
-layout of Hugging Face and GGUF files, so that loading never transposes.
+Matrices are [out, in], the layout of Hugging Face and GGUF files, so that loading never transposes. `params.py` names
+the parameters' axes.
 """
 
 from typing import Any
@@ -27,24 +27,21 @@ def linear(
     """
     if all(is_packed(weight) for weight in weights):
         return quantized_matmuls(x, weights, activations=activations, out_dtype=preferred_element_type)
+    if len(weights) > 1:
+        how = {"preferred_element_type": preferred_element_type, "activations": activations}
+        return tuple(linear(x, weight, **how)[0] for weight in weights)
+    [weight] = weights
+    contract_inputs = (((1,), (1,)), ((), ()))
+    return (lax.dot_general(x, weight, contract_inputs, preferred_element_type=preferred_element_type),)
 
-    def product(weight: Any) -> jax.Array:
-        if is_packed(weight):
-            return linear(x, weight, preferred_element_type=preferred_element_type, activations=activations)[0]
-        return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=preferred_element_type)
 
-    return tuple(product(weight) for weight in weights)
-
-
-def parameter(
-    module: nn.Module, name: str, init: Any, axes: tuple[str, ...], shape: tuple[int, ...], dtype: Any
-) -> Any:
-    """Declares a parameter with its logical axes and returns its value: an array, or a packed matrix."""
+def parameter(module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Declares a parameter and returns its value: an array, or a packed matrix."""
     if module.has_variable("params", name) and is_packed(value := module.get_variable("params", name)):
         if value.shape != shape:
             raise ValueError(f"{'/'.join(module.path)}/{name} must have shape {shape}, got {value.shape} packed")
         return value
-    return module.param(name, nn.with_partitioning(init, axes), shape, dtype)
+    return module.param(name, init, shape, dtype)
 
 
 class Embedding(nn.Module):
@@ -57,7 +54,7 @@ class Embedding(nn.Module):
     def setup(self):
         """Declares the matrix."""
         shape = (self.vocab_size, self.hidden_size)
-        self.weight = parameter(self, "weight", nn.initializers.normal(1.0), ("vocab", "embed"), shape, self.dtype)
+        self.weight = parameter(self, "weight", nn.initializers.normal(1.0), shape, self.dtype)
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Returns the rows of these tokens; an id out of range gives the nearest row."""
@@ -70,7 +67,6 @@ class Linear(nn.Module):
     """y = x @ weight.T + bias, with weight [out, in]."""
 
     features: int
-    axes: tuple[str, str]
     dtype: Any
     use_bias: bool = False
     activations: str | None = None
@@ -78,12 +74,10 @@ class Linear(nn.Module):
     @nn.compact
     def parameters(self, in_features: int) -> tuple[Any, Any]:
         """Returns the weight and the bias or None."""
-        weight = parameter(self, "weight", _matrix_init, self.axes, (self.features, in_features), self.dtype)
+        weight = parameter(self, "weight", _matrix_init, (self.features, in_features), self.dtype)
         if not self.use_bias:
             return weight, None
-        return weight, parameter(
-            self, "bias", nn.initializers.zeros_init(), self.axes[:1], (self.features,), self.dtype
-        )
+        return weight, parameter(self, "bias", nn.initializers.zeros_init(), (self.features,), self.dtype)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T F"]:
         """Returns f[T, features]."""
@@ -102,12 +96,11 @@ class RMSNorm(nn.Module):
 
     eps: float
     dtype: Any
-    axis: str
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns an array like x."""
-        scale = parameter(self, "scale", nn.initializers.ones_init(), (self.axis,), (x.shape[-1],), self.dtype)
+        scale = parameter(self, "scale", nn.initializers.ones_init(), (x.shape[-1],), self.dtype)
         y = x.astype(jnp.float32)
         y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         return y.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))
@@ -125,5 +118,5 @@ class MLP(nn.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Returns f[T, D]."""
         inner, options = self.intermediate_size, (self.dtype, self.use_bias, self.activations)
-        gate, up = project(x, *(Linear(inner, ("mlp", "embed"), *options, name=name) for name in ("gate", "up")))
-        return Linear(x.shape[-1], ("embed", "mlp"), *options, name="down")(jax.nn.silu(gate) * up)
+        gate, up = project(x, *(Linear(inner, *options, name=name) for name in ("gate", "up")))
+        return Linear(x.shape[-1], *options, name="down")(jax.nn.silu(gate) * up)

@@ -26,11 +26,11 @@ def chosen_activations(activations: str | None, params: Any) -> str | None:
     Raises:
         ValueError: nothing is packed, or not in a layout that goes with it.
     """
-    if activations is None:
-        return None
+    if activations in (None, "float32"):
+        return None  # as they are, which needs no packed weights
     packed = [leaf for leaf in jax.tree.leaves(params, is_leaf=is_packed) if is_packed(leaf)]
     if not packed:
         raise ValueError(f'{activations=} goes with packed weights, and none are: set quantize to "int8" or "int4"')
     if activations == "int16" and not any(isinstance(leaf, CpuWeight) for leaf in packed):
         raise ValueError('activations="int16" is for the C++ kernels of CPUs; use "int8" or "float32" here')
-    return None if activations == "float32" else activations
+    return activations

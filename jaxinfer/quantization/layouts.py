@@ -6,7 +6,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cpu import require_cpu
+from pallas_kernels.cpu import cpu_library, require_cpu
 from pallas_kernels.packing import pack
 from pallas_kernels.quantized_matmul import CpuWeight, QuantizedWeight, quantize_cpu_weight, repack_gguf, unpack_codes
 from pallas_kernels.quantized_matmul.weights import PACK_BLOCK
@@ -49,7 +49,7 @@ def has_cpu_kernels() -> bool:
 
 def pack_gguf(rows: np.ndarray, *, stored: str, layout: Layout) -> CpuWeight | QuantizedWeight:
     """Returns the matrix of a GGUF tensor's rows, u8[N, bytes a row], of one of `KEPT_TYPES`."""
-    return _in_layout(repack_gguf(rows, stored), layout)
+    return _in_layout(repack_gguf(rows, stored, cpu_library() if layout is Layout.CPU else None), layout)
 
 
 def pack_matrix(matrix: np.ndarray, *, bits: int, group: int | None, layout: Layout) -> CpuWeight | QuantizedWeight:

@@ -20,7 +20,10 @@ def real(name: str, value: object, low: float, high: float = math.inf) -> float:
     """Returns `value` as a finite float in [low, high]; a bool or a str is a ValueError."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond every float
+        number = math.inf
     if not math.isfinite(number) or not low <= number <= high:
         wanted = f"finite and at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
         raise ValueError(f"{name} must be {wanted}, got {number}")

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.rows import build_row
@@ -36,7 +37,7 @@ def init_state(num_rows: int, vocab_size: int, stop_ids: Collection[int]) -> Sam
         stop_ids: The model's own end-of-sequence tokens.
     """
     row = build_row(SamplingParams(), (), (), stop_ids, (), vocab_size)
-    counts, flags, bias = (jnp.tile(jnp.asarray(x)[None], (num_rows, 1)) for x in row)
+    counts, flags, bias = (jnp.asarray(np.tile(x, (num_rows, 1))) for x in row)  # on the host: nothing to compile
     return SamplerState(counts, flags, bias)
 
 

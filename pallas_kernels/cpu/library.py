@@ -5,6 +5,7 @@ import functools
 import logging
 import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -22,18 +23,29 @@ class Library:
 
     def __init__(self, isa: ISA, path: Path) -> None:
         self.isa = isa
+        self.path = path
         self._handlers = ctypes.CDLL(str(path))
-        self._registered: set[str] = set()
+        self._registered: set[str] = set()  # names of handlers
 
     def target(self, name: str) -> str:
         """Returns the FFI target of the C++ handler `name`, registered on first use."""
         target = f"jaxinfer_{name}_{self.isa.name}"
         with _lock:
-            if target not in self._registered:
+            if name not in self._registered:
                 capsule = jax.ffi.pycapsule(getattr(self._handlers, name))
                 jax.ffi.register_ffi_target(target, capsule, platform="cpu")
-                self._registered.add(target)
+                self._registered.add(name)
         return target
+
+    @property
+    def registered(self) -> tuple[str, ...]:
+        """The handlers that have a target by now: all that a program compiled in this process may call."""
+        with _lock:
+            return tuple(sorted(self._registered))
+
+    def function(self, name: str) -> Any:
+        """Returns a plain C function of the library, called without Python's lock."""
+        return getattr(self._handlers, name)
 
 
 @functools.cache

@@ -57,6 +57,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     tree_mask: UInt32[Array, "T W"] | None = None,
+    before_own_page: bool = False,
     schedule: Schedule | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
@@ -86,6 +87,8 @@ def ragged_paged_attention(
         tree_mask: for speculative trees (SpecInfer, Medusa): bit b of word w says that the token sees query token
             32 * w + b of its own row, among those not after itself. Itself and the keys before the row's query
             tokens it always sees; a token whose words are all 0 is plainly causal.
+        before_own_page: a token sees no key of the page in which it lies itself: what a cache needs whose newest page
+            is kept elsewhere. A token that then sees nothing has a log-sum-exp below -1e29 and a finite output.
         schedule: work list made by `make_schedule` from the same lengths and window, to be shared by the layers
             of a step; None makes it here.
         return_lse: also return f32[T, N], the logarithm of the sum of exp(score) over the keys (sinks left out);
@@ -102,8 +105,8 @@ def ragged_paged_attention(
     out, lse = dispatch(
         "ragged_paged_attention", IMPLEMENTATIONS, implementation,
         q, k_pages, v_pages, page_indices, kv_lens, cu_q_lens, num_decode_rows,
-        scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, tree_mask=tree_mask, schedule=schedule,
-        with_lse=return_lse or sinks is not None,
+        scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, tree_mask=tree_mask,
+        before_own_page=before_own_page, schedule=schedule, with_lse=return_lse or sinks is not None,
     )  # fmt: skip
     if sinks is not None:  # exp(sink) more in every denominator
         share = jax.nn.sigmoid(lse - sinks[None].astype(jnp.float32))

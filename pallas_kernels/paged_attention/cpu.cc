@@ -94,23 +94,14 @@ void make_plan(const Problem& a, Plan& plan) {
         for (int64_t head = 0; head < a.K; ++head) {
           const int64_t n = std::min(step, count - t * step), position = start + t * step;
           const int64_t begin = std::max<int64_t>(position + 1 - a.window, 0);
-          plan.add(a, {row, head, token + t * step, n, position, begin, std::max(begin, position + n), split, 0,
+          plan.add(a, {row, head, token + t * step, n, position, begin, std::max(begin, a.end_of_keys(position + n - 1)), split, 0,
                        decoding, 0});
         }
     }
 }
 
-template <class TK, class TV>
-void run_as(const Problem& a, const Job& job, int64_t begin, int64_t end, const State& state, float* scratch) {
-  const auto path = job.decoding ? decode<TK, TV> : tile<TK, TV>;
-  path(a, job, begin, end, state, scratch);
-}
-
 void run(const Problem& a, const Job& job, int64_t begin, int64_t end, const State& state, float* scratch) {
-  const bool k = a.k_type == Type::f32, v = a.v_type == Type::f32;
-  const auto path = k ? (v ? run_as<float, float> : run_as<float, bf16>)
-                      : (v ? run_as<bf16, float> : run_as<bf16, bf16>);
-  path(a, job, begin, end, state, scratch);
+  (job.decoding ? decode : tile)(a, job, begin, end, state, scratch);
 }
 
 // Writes the results of a job whose parts' states lie one after the other from `memory` on.
@@ -172,28 +163,29 @@ void attend(const Problem& a, ffi::ThreadPool& pool) {
   std::fill(a.lse + used * a.N, a.lse + a.T * a.N, -kInfinity);
 }
 
-bool read_type(ffi::DataType dtype, Type& type) {
-  type = dtype == ffi::DataType::F32 ? Type::f32 : Type::bf16;
-  return dtype == ffi::DataType::F32 || dtype == ffi::DataType::BF16;
-}
-
-ffi::Error handle(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages,
-                  ffi::Buffer<ffi::S32> page_indices, ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> cu_q_lens,
-                  ffi::Buffer<ffi::U32> tree_mask, ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> lse,
-                  float scale, int64_t window, float soft_cap) {
+ffi::Error handle(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::Buffer<ffi::S32> page_indices,
+                  ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> cu_q_lens, ffi::Buffer<ffi::U32> tree_mask,
+                  ffi::RemainingArgs pages, ffi::Result<ffi::AnyBuffer> out, ffi::ResultBuffer<ffi::F32> lse,
+                  float scale, int64_t window, float soft_cap, bool before_own_page,
+                  bool k_per_channel) {
   Problem a{};
-  if (!read_type(q.element_type(), a.q_type) || !read_type(k_pages.element_type(), a.k_type) ||
-      !read_type(v_pages.element_type(), a.v_type))
-    return ffi::Error::InvalidArgument("queries, keys and values must be f32 or bf16");
-  const auto queries = q.dimensions(), pages = k_pages.dimensions(), table = page_indices.dimensions();
-  a.q = q.untyped_data(), a.k_pages = k_pages.untyped_data(), a.v_pages = v_pages.untyped_data();
+  const auto queries = q.dimensions(), table = page_indices.dimensions();
+  a.T = queries[0], a.N = queries[1], a.H = queries[2];
+  ffi::Span<const int64_t> shape;
+  size_t next = 0;
+  if (!take_pages(pages, next, a.H, k_per_channel, a.k, shape) || !take_pages(pages, next, a.H, false, a.v, shape))
+    return ffi::Error::InvalidArgument("keys and values must be pages of f32, bf16 or codes with scales");
+  if (q.element_type() != ffi::DataType::F32 && q.element_type() != ffi::DataType::BF16)
+    return ffi::Error::InvalidArgument("queries must be f32 or bf16");
+  a.q_type = q.element_type() == ffi::DataType::F32 ? Type::f32 : Type::bf16;
+  a.q = q.untyped_data();
   a.page_indices = page_indices.typed_data(), a.kv_lens = kv_lens.typed_data();
   a.cu_q_lens = cu_q_lens.typed_data(), a.tree_mask = tree_mask.typed_data();
   a.out = out->untyped_data(), a.lse = lse->typed_data();
-  a.T = queries[0], a.N = queries[1], a.H = queries[2];
-  a.K = pages[0], a.P = pages[1], a.page_size = pages[2];
+  a.K = shape[0], a.P = shape[1], a.page_size = shape[2];
   a.S = table[0], a.M = table[1], a.W = tree_mask.dimensions()[1];
   a.group = a.N / a.K, a.window = window, a.scale = scale, a.soft_cap = soft_cap;
+  a.before_own_page = before_own_page;
   if (a.H % 8) return ffi::Error::InvalidArgument("head_dim must be a multiple of 8");
   attend(a, pool);
   return ffi::Error::Success();
@@ -208,14 +200,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ragged_paged_attention, jaxinfer::attention::handl
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::U32>>()
+                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
-                                  .Attr<float>("soft_cap"));
+                                  .Attr<float>("soft_cap")
+                                  .Attr<bool>("before_own_page")
+                                  .Attr<bool>("k_per_channel"));

@@ -5,29 +5,32 @@
 #include <cstdint>
 #include <limits>
 
-#include "cpu/simd.h"
+#include "cpu/pages.h"
 
 namespace jaxinfer::attention {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-enum class Type { f32, bf16 };
-
 struct Problem {
-  const void* q;        // [T, N, H]
-  const void* k_pages;  // [K, P, page_size, H]
-  const void* v_pages;
+  const void* q;                // [T, N, H]
+  Pages k, v;
   const int32_t* page_indices;  // [S, M]
   const int32_t* kv_lens;       // [S]
   const int32_t* cu_q_lens;     // [S + 1]
   const uint32_t* tree_mask;    // [T, W]
   void* out;                    // [T, N, H]
   float* lse;                   // [T, N]
-  Type q_type, k_type, v_type;
+  Type q_type;
   int64_t T, N, H, K, P, page_size, S, M, W;
   int64_t group;   // query heads of a KV head
   int64_t window;  // keys that a token sees, itself included; very large for all
   float scale, soft_cap;  // soft_cap 0: none
+  bool before_own_page;   // a token sees no key of its own page
+
+  // The first key after those that a query token at `position` sees.
+  int64_t end_of_keys(int64_t position) const {
+    return before_own_page ? position / page_size * page_size : position + 1;
+  }
 };
 
 // The query tokens [token, token + count) of one row and the query heads of one KV head, against the keys
@@ -58,17 +61,54 @@ struct State {
   }
 };
 
-// Writes the addresses of the keys (or values) [begin, end) of a row. Page numbers out of range read the null page.
-template <class T>
-void find_rows(const Problem& a, const void* pages, const Job& job, int64_t begin, int64_t end, const T** rows) {
-  const int32_t* table = a.page_indices + job.row * a.M;
-  const T* head = static_cast<const T*>(pages) + job.head * a.P * a.page_size * a.H;
-  int64_t page = begin / a.page_size, offset = begin % a.page_size;
-  for (int64_t key = begin; key < end; ++page, offset = 0) {
-    const int64_t number = uint32_t(table[page]) < uint64_t(a.P) ? table[page] : 0;
-    const T* row = head + (number * a.page_size + offset) * a.H;
-    for (; offset < a.page_size && key < end; ++offset, ++key, row += a.H) *rows++ = row;
+// Where some keys (or values) of a row lie, and their scales and zeros.
+struct Rows {
+  const char** data;
+  float* scale;  // one a key, of pages with one a token; followed by zeros up to a multiple of kLanes
+  float* zero;
+  const float** channel_scale;  // [H], of pages with one a channel
+  const float** channel_zero;
+
+  static int64_t size(int64_t n) { return 8 * n; }  // floats of memory for n keys
+  static Rows at(float* memory, int64_t n) {
+    const auto pointers = reinterpret_cast<const char**>(memory);
+    const auto channels = reinterpret_cast<const float**>(pointers + n);
+    return {pointers, memory + 6 * n, memory + 7 * n, channels, channels + n};
   }
+};
+
+// Finds the keys (or values) [begin, end) of a row. Page numbers out of range read the null page.
+inline void find_rows(const Problem& a, const Pages& pages, const Job& job, int64_t begin, int64_t end,
+                      const Rows& rows) {
+  const int32_t* table = a.page_indices + job.row * a.M;
+  int64_t page = begin / a.page_size, offset = begin % a.page_size, j = 0;
+  for (int64_t key = begin; key < end; ++page, offset = 0) {
+    const int64_t number = job.head * a.P + (uint32_t(table[page]) < uint64_t(a.P) ? table[page] : 0);
+    const int64_t slot = number * a.page_size + offset, n = std::min(a.page_size - offset, end - key);
+    const char* row = static_cast<const char*>(pages.data) + slot * pages.row_bytes;
+    for (int64_t i = 0; i < n; ++i, row += pages.row_bytes) rows.data[j + i] = row;
+    if (pages.per_channel) {
+      std::fill_n(rows.channel_scale + j, n, pages.scale + number * a.H);
+      std::fill_n(rows.channel_zero + j, n, pages.zero + number * a.H);
+    } else if (pages.scale) {
+      std::copy_n(pages.scale + slot, n, rows.scale + j);
+      if (pages.zero) std::copy_n(pages.zero + slot, n, rows.zero + j);
+    }
+    key += n, j += n;
+  }
+  for (; j % kLanes; ++j) rows.scale[j] = rows.zero[j] = 0;
+}
+
+// Lanes [h, h + kLanes) of key (or value) j as it is meant.
+template <class T>
+Vec load_value(const Rows& rows, bool per_channel, int64_t j, int64_t h, int64_t H) {
+  Vec x = load_lanes(reinterpret_cast<const T*>(rows.data[j]), h, H);
+  if constexpr (kIsCode<T>) {
+    if (per_channel) return (x - load(rows.channel_zero[j] + h)) * load(rows.channel_scale[j] + h);
+    if constexpr (kHasZero<T>) x -= rows.zero[j];
+    x *= rows.scale[j];
+  }
+  return x;
 }
 
 // Writes the job's query vectors, token by token, times the scale, as f32[count * group, H].

@@ -15,7 +15,7 @@ constexpr int kRows = 6;               // rows of the micro-kernel: 12 sums in r
 inline int64_t tile_tokens(int64_t group) { return std::max<int64_t>(1, kTileVectors / group); }
 
 inline int64_t tile_scratch(int64_t rows, int64_t H) {
-  return rows * H + kRows * kTileKeys + 2 * kTileKeys * State::padded(H) + 4 * kTileKeys;
+  return rows * H + kRows * kTileKeys + 2 * kTileKeys * State::padded(H) + 16 + 2 * Rows::size(kTileKeys);
 }
 
 // c[R, kPanel] = a[R, n] . b[n, kPanel], added to c or not.
@@ -50,41 +50,54 @@ void multiply_panels(int64_t rows, const float* a, int64_t stride_a, const float
 
 // Packs keys as panels [kTileKeys / kPanel][H][kPanel]; keys outside [from, to) are zero, and never read.
 template <class T>
-void pack_keys(const T* const* keys, int64_t from, int64_t to, int64_t H, float* packed) {
+void pack_keys(const Rows& keys, bool per_channel, int64_t from, int64_t to, int64_t H, float* packed) {
   if (from > 0 || to < kTileKeys) std::fill_n(packed, kTileKeys * H, 0.0f);
   for (int64_t j = from; j < to; ++j) {
     float* column = packed + j / kPanel * kPanel * H + j % kPanel;
-    if (j % kLanes == 0 && j + kLanes <= to) {
-      for (int64_t h = 0; h < H; h += kLanes) {
+    const bool is_block = j % kLanes == 0 && j + kLanes <= to;
+    for (int64_t h = 0; h < H; h += kLanes) {
+      if (is_block) {
         Vec block[kLanes];
-        JAXINFER_UNROLL for (int i = 0; i < kLanes; ++i) block[i] = load(keys[j - from + i] + h);
+        JAXINFER_UNROLL for (int i = 0; i < kLanes; ++i)
+          block[i] = load_value<T>(keys, per_channel, j - from + i, h, H);
         transpose(block);
         JAXINFER_UNROLL for (int i = 0; i < kLanes; ++i) store(column + (h + i) * kPanel, block[i]);
+      } else {
+        const Vec key = load_value<T>(keys, per_channel, j - from, h, H);
+        for (int i = 0; i < kLanes; ++i) column[(h + i) * kPanel] = key[i];
       }
-      j += kLanes - 1;
-      continue;
     }
-    const T* key = keys[j - from];
-    for (int64_t h = 0; h < H; ++h) column[h * kPanel] = to_float(key[h]);
+    if (is_block) j += kLanes - 1;
   }
 }
 
 // Packs values as panels [H / kPanel][kTileKeys][kPanel], zero likewise and in the columns past H.
 template <class T>
-void pack_values(const T* const* values, int64_t from, int64_t to, int64_t H, float* packed) {
+void pack_values(const Rows& values, bool per_channel, int64_t from, int64_t to, int64_t H, float* packed) {
   if (from > 0 || to < kTileKeys || H % kPanel) std::fill_n(packed, kTileKeys * State::padded(H), 0.0f);
-  for (int64_t j = from; j < to; ++j) {
-    const T* value = values[j - from];
+  for (int64_t j = from; j < to; ++j)
     for (int64_t h = 0; h < H; h += kLanes)
-      store(packed + (h / kPanel * kTileKeys + j) * kPanel + h % kPanel, load(value + h));
-  }
+      store(packed + (h / kPanel * kTileKeys + j) * kPanel + h % kPanel,
+            load_value<T>(values, per_channel, j - from, h, H));
+}
+
+struct Packers {
+  void (*keys)(const Rows&, bool per_channel, int64_t from, int64_t to, int64_t H, float* packed);
+  void (*values)(const Rows&, bool per_channel, int64_t from, int64_t to, int64_t H, float* packed);
+};
+template <class T>
+constexpr Packers kPackers = {pack_keys<T>, pack_values<T>};
+inline const Packers& packers(Type type) {
+  static constexpr Packers table[] = {kPackers<float>,  kPackers<bf16>,      kPackers<int8_t>,
+                                      kPackers<float8>, kPackers<packed<4>>, kPackers<packed<2>>};
+  return table[int(type)];
 }
 
 // Masks what query token `token` at `position` does not see of the n keys from `first_key` on.
 inline void mask(const Problem& a, int64_t start, int64_t token, int64_t position, int64_t first_key, int64_t n,
                  float* scores) {
   const int64_t low = std::clamp<int64_t>(position - a.window + 1 - first_key, 0, n);
-  const int64_t high = std::clamp<int64_t>(position + 1 - first_key, 0, n);
+  const int64_t high = std::clamp<int64_t>(a.end_of_keys(position) - first_key, 0, n);
   std::fill(scores, scores + low, -kInfinity);
   std::fill(scores + high, scores + n, -kInfinity);
   const uint32_t* words = a.tree_mask + token * a.W;
@@ -96,29 +109,29 @@ inline void mask(const Problem& a, int64_t start, int64_t token, int64_t positio
   }
 }
 
-template <class TK, class TV>
-void tile(const Problem& a, const Job& job, int64_t begin, int64_t end, const State& state, float* scratch) {
+inline void tile(const Problem& a, const Job& job, int64_t begin, int64_t end, const State& state, float* scratch) {
   const int64_t H = a.H, stride = State::padded(H), rows = job.count * a.group;
   float* q = scratch;
   float* scores = q + rows * H;  // [kRows, kTileKeys]
   float* packed_keys = scores + kRows * kTileKeys;
   float* packed_values = packed_keys + kTileKeys * stride;
-  const TK** keys = reinterpret_cast<const TK**>(packed_values + kTileKeys * stride);
-  const TV** values = reinterpret_cast<const TV**>(keys + kTileKeys);
+  float* end_of_floats = packed_values + kTileKeys * stride;
+  const Rows keys = Rows::at(scratch + (end_of_floats - scratch + 15) / 16 * 16, kTileKeys);
+  const Rows values = Rows::at(reinterpret_cast<float*>(keys.data) + Rows::size(kTileKeys), kTileKeys);
   const int64_t start = a.kv_lens[job.row] - (a.cu_q_lens[job.row + 1] - a.cu_q_lens[job.row]);
   load_queries(a, job, q);
   state.clear(rows, H);
 
   for (int64_t first = begin / kTileKeys * kTileKeys; first < end; first += kTileKeys) {
     const int64_t from = std::max(first, begin), to = std::min(first + kTileKeys, end);
-    find_rows(a, a.k_pages, job, from, to, keys);
-    find_rows(a, a.v_pages, job, from, to, values);
-    pack_keys(keys, from - first, to - first, H, packed_keys);
-    pack_values(values, from - first, to - first, H, packed_values);
+    find_rows(a, a.k, job, from, to, keys);
+    find_rows(a, a.v, job, from, to, values);
+    packers(a.k.type).keys(keys, a.k.per_channel, from - first, to - first, H, packed_keys);
+    packers(a.v.type).values(values, a.v.per_channel, from - first, to - first, H, packed_values);
     for (int64_t r = 0; r < rows; r += kRows) {
       const int64_t count = std::min<int64_t>(kRows, rows - r);
       const int64_t last = job.position + (r + count - 1) / a.group;
-      const int64_t n = std::min(to, last + 1) - first;  // keys that the block's last vector may see
+      const int64_t n = std::min(to, a.end_of_keys(last)) - first;  // keys that the block's last vector may see
       if (n <= 0) continue;
       const int64_t panels = (n + kPanel - 1) / kPanel;
       multiply_panels<false>(count, q + r * H, H, packed_keys, kPanel * H, H, panels, scores, kTileKeys);
@@ -126,7 +139,7 @@ void tile(const Problem& a, const Job& job, int64_t begin, int64_t end, const St
         float* s = scores + (i - r) * kTileKeys;
         const int64_t t = i / a.group, position = job.position + t, width = panels * kPanel;
         if (a.soft_cap) cap(s, width, a.soft_cap);
-        if (position + 1 < first + width || position - a.window + 1 > first || a.W)
+        if (a.end_of_keys(position) < first + width || position - a.window + 1 > first || a.W)
           mask(a, start, job.token + t, position, first, width, s);
         multiply(state.acc + i * stride, stride, softmax(s, width, state.m[i], state.l[i]));
       }

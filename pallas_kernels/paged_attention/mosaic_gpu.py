@@ -44,6 +44,7 @@ def ragged_paged_attention_mosaic_gpu(
     sliding_window: int | None,
     soft_cap: float | None,
     tree_mask: UInt32[Array, "T W"] | None,
+    before_own_page: bool = False,
     schedule: Schedule | None,
     with_lse: bool,
     tiles: TileConfig | None = None,
@@ -51,6 +52,8 @@ def ragged_paged_attention_mosaic_gpu(
 ) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
     """See `ragged_paged_attention`; `tiles` are for both launches."""
     require_hopper(interpret)
+    if before_own_page:
+        raise NotImplementedError("every token sees its own page")
     del schedule, with_lse  # the kernel has its own work list, and the log-sum-exp at no cost
     T, N, H = q.shape
     K, _, page_size, _ = k_pages.shape

@@ -32,6 +32,7 @@ def ragged_paged_attention_mosaic_tpu(
     sliding_window: int | None,
     soft_cap: float | None,
     tree_mask: UInt32[Array, "T W"] | None,
+    before_own_page: bool = False,
     schedule: Schedule | None,
     with_lse: bool,
     interpret: Any = False,
@@ -71,6 +72,8 @@ def ragged_paged_attention_mosaic_tpu(
         NotImplementedError: not a TPU; float16; a page table over 768 KiB; trees of over 512 tokens.
     """
     require_tpu(interpret)
+    if before_own_page:
+        raise NotImplementedError("every token sees its own page")
     del schedule, with_lse
     _require_supported(q, k_pages, v_pages, page_indices, tree_mask)
     T, N, H = q.shape

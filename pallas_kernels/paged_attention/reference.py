@@ -22,6 +22,7 @@ def ragged_paged_attention_reference(
     sliding_window: int | None,
     soft_cap: float | None,
     tree_mask: UInt32[Array, "T W"] | None,
+    before_own_page: bool = False,
     schedule: Schedule | None,
     with_lse: bool,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "T N"]]:
@@ -39,7 +40,8 @@ def ragged_paged_attention_reference(
     )
     q_position = kv_lens[row] - cu_q_lens[row + 1] + token
     k_position = jnp.arange(k.shape[2], dtype=jnp.int32)
-    mask = (k_position[None, :] <= q_position[:, None]) & ~is_padding[:, None]
+    end = q_position // k_pages.shape[2] * k_pages.shape[2] if before_own_page else q_position + 1
+    mask = (k_position[None, :] < end[:, None]) & ~is_padding[:, None]
     if sliding_window is not None:
         mask &= k_position[None, :] > q_position[:, None] - sliding_window
     if tree_mask is not None:
@@ -49,7 +51,7 @@ def ragged_paged_attention_reference(
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(mask[None, :, None, :], scores, -jnp.inf)
-    weights = jnp.where(is_padding[None, :, None, None], 0.0, jax.nn.softmax(scores, axis=-1))
+    weights = jnp.where(mask.any(axis=1)[None, :, None, None], jax.nn.softmax(scores, axis=-1), 0.0)
     v = jnp.where(mask[None, :, :, None], v, 0.0)  # 0 * NaN is NaN: unwritten slots may hold anything
     out = jnp.einsum("ktgs,ktsh->tkgh", weights, v)
     lse = jax.nn.logsumexp(scores, axis=-1).transpose(1, 0, 2)

@@ -56,6 +56,7 @@ def ragged_paged_attention_xla(
     sliding_window: int | None,
     soft_cap: float | None,
     tree_mask: UInt32[Array, "T W"] | None,
+    before_own_page: bool = False,
     schedule: Schedule | None,
     with_lse: bool,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "T N"] | None]:
@@ -100,14 +101,15 @@ def ragged_paged_attention_xla(
             tile = tile.transpose(2, 0, 1, 3, 4).reshape(K, rows, -1, H)
 
             k_position = key_block.astype(jnp.int32) * k.shape[2] + jnp.arange(k.shape[2], dtype=jnp.int32)
-            mask = k_position[None, None] <= q_position[:, :, None]
+            end = lax.div(q_position, jnp.int32(page_size)) * page_size if before_own_page else q_position + 1
+            mask = k_position[None, None] < end[:, :, None]
             if sliding_window is not None:
                 mask &= k_position[None, None] > q_position[:, :, None] - sliding_window
             if tree_mask is not None and rows == 1:  # a decode row has no tree: its only token sees all
                 words, start = (lax.dynamic_slice_in_dim(x, tokens, size) for x in (tree_mask, starts))
                 mask &= tree_visible(words, start, q_position[0], k_position)[None]
             mask = jnp.repeat(mask, N // K, axis=1)
-            is_written = k_position[None] <= jnp.max(q_position, axis=1, keepdims=True)
+            is_written = k_position[None] < jnp.max(end, axis=1, keepdims=True)
             v = jnp.where(is_written[None, :, :, None], v, jnp.zeros_like(v))  # 0 * NaN is NaN: unwritten slots
 
             fresh = index == item[BLOCK_START]

@@ -1,12 +1,14 @@
-"""Makes weights for CPUs of the blocks of GGUF files, on the host with NumPy."""
+"""Makes weights for CPUs of the blocks of GGUF files, on the host: in C++ where it pays, else with NumPy."""
 
 import numpy as np
 
+from pallas_kernels.cpu import Library
+from pallas_kernels.quantized_matmul import cpu_repack
 from pallas_kernels.quantized_matmul.cpu_packing import interleave, pack_cpu, weight_of
 from pallas_kernels.quantized_matmul.cpu_weights import ROWS, CpuWeight
 
 
-def repack_gguf(blocks: np.ndarray, type_name: str) -> CpuWeight:
+def repack_gguf(blocks: np.ndarray, type_name: str, library: Library | None = None) -> CpuWeight:
     """Returns the weight (numpy arrays) of which the rows are GGUF blocks.
 
     Exact for Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1. The scales of Q4_K, Q5_K and Q6_K, products of two numbers there, are
@@ -15,6 +17,7 @@ def repack_gguf(blocks: np.ndarray, type_name: str) -> CpuWeight:
     Args:
         blocks: u8[N, bytes of a row], as the file has them.
         type_name: of those above.
+        library: makes the same of Q8_0, Q4_0 and Q4_1 in a fraction of the time.
 
     Raises:
         ValueError: a type with no such weight, or bytes that are not whole blocks of it.
@@ -26,6 +29,8 @@ def repack_gguf(blocks: np.ndarray, type_name: str) -> CpuWeight:
         raise ValueError(
             f"blocks of {type_name} must be uint8[N, a multiple of {num_bytes}], got {blocks.dtype}{blocks.shape}"
         )
+    if library is not None and type_name in cpu_repack.TYPES:
+        return cpu_repack.repack_in_cpp(library, blocks, type_name)
     N = blocks.shape[0]
     step = max(ROWS, 2**18 // blocks.shape[1] // ROWS * ROWS)  # rows whose intermediate arrays stay in a cache
     parts = [unpack(blocks[i : i + step].reshape(min(step, N - i), -1, num_bytes)) for i in range(0, max(N, 1), step)]

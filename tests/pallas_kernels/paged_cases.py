@@ -108,9 +108,9 @@ def tree_of(tokens, words=1, seed=0):
 
 def expected(
     q, k_pages, v_pages, page_indices, kv_lens, cu_q_lens, sliding_window=None, *, soft_cap=None, sinks=None,
-    tree_mask=None,
+    tree_mask=None, before_own_page=False,
 ):  # fmt: skip
-    """The output and the log-sum-exp, by loops in float64."""
+    """The output and the log-sum-exp, by loops in float64; a token that sees nothing has 0 and -inf."""
     k_pages, v_pages = (_dequantize(x) if isinstance(x, QuantizedPages) else x for x in (k_pages, v_pages))
     q, k_pages, v_pages = (np.asarray(x, np.float64) for x in (q, k_pages, v_pages))
     out, lse = np.zeros_like(q), np.full(q.shape[:2], -np.inf)
@@ -121,7 +121,11 @@ def expected(
         for t in range(cu_q_lens[s], cu_q_lens[s + 1]):
             position = start + t - cu_q_lens[s]
             first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-            seen = list(range(first, position + 1))
+            page_size = k_pages.shape[2]
+            end = position // page_size * page_size if before_own_page else position + 1
+            seen = list(range(first, end))
+            if not seen:
+                continue
             if tree_mask is not None and tree_mask[t].any():
                 bits = np.unpackbits(tree_mask[t].view(np.uint8), bitorder="little")
                 seen = [j for j in seen if j < start or j == position or (j - start < len(bits) and bits[j - start])]

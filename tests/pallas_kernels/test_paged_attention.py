@@ -19,7 +19,7 @@ case_of = functools.partial(make_case, shape=(T, S, M))
 WRONG_SCALES = dataclasses.replace(quantize(jnp.zeros((2, 9, 16, 16))), scale=jnp.zeros((2, 9, 8)))
 
 
-@functools.partial(jax.jit, static_argnames=("sliding_window", "soft_cap", "implementation"))
+@functools.partial(jax.jit, static_argnames=("sliding_window", "soft_cap", "before_own_page", "implementation"))
 def attention(q, *rest, **options):
     return ragged_paged_attention(q, *rest, scale=q.shape[-1] ** -0.5, return_lse=True, **options)
 
@@ -92,14 +92,32 @@ def test_bfloat16(implementation):
 @pytest.mark.parametrize(
     ("formats", "implementation"),
     [
-        *itertools.product(PAIRS, ["xla", "reference"]),  # cpu reads none
+        *itertools.product(PAIRS, IMPLEMENTATIONS),
         *(pytest.param(name, "xla", marks=pytest.mark.slow) for name in FORMATS),
     ],
 )
 def test_quantized_pages(formats, implementation):
     rows, num_decode_rows = ROWS["mixed"]
-    case = make_case(rows, shape=(110, 5, 17), formats=formats)
+    case = make_case(rows, shape=(110, 5, 17), formats=formats, head_dim=32)
     check_with(case, expected(*case), num_decode_rows, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("formats", "window"), [("kivi2_int4", None), (None, 20)])
+def test_before_own_page(formats, window, implementation):
+    """Whatever a query's own page holds, it is not read; a query of a row's first page sees nothing."""
+    rows, num_decode_rows = ROWS["mixed"]
+    q, *pages, page_indices, kv_lens, cu = make_case(rows, shape=(110, 5, 17), formats=formats, head_dim=32)
+    case = (q, *pages, page_indices, kv_lens, cu)
+    options = {"sliding_window": window, "before_own_page": True}
+    wanted = expected(*case, **options)
+    got = attention(*case, np.int32(num_decode_rows), implementation=implementation, **options)
+    blind = np.isneginf(wanted[1])
+    assert blind.any()
+    assert (np.asarray(got[1])[blind] < -1e29).all()
+    assert np.isfinite(np.asarray(got[0])).all()
+    for a, b in zip(got, wanted):
+        np.testing.assert_allclose(np.asarray(a)[~blind], b[~blind], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

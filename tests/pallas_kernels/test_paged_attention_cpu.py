@@ -12,7 +12,7 @@ from pallas_kernels.cpu import Library
 from pallas_kernels.paged_attention import make_schedule, ragged_paged_attention
 from pallas_kernels.paged_attention.cpu import ragged_paged_attention_cpu
 from tests.pallas_kernels import isas
-from tests.pallas_kernels.paged_cases import ROWS, check, expected, make_case, tree_of
+from tests.pallas_kernels.paged_cases import FORMATS, ROWS, check, expected, make_case, tree_of
 from tests.pallas_kernels.targets import targeting
 
 MIXED = [(1, 31), (1, 2), (9, 30), (64, 64), (3, 270)]
@@ -75,10 +75,24 @@ def test_bfloat16_of_queries_keys_and_values(library, kinds):
     check_with(case, expected(*case), 5e-3 if kinds[0] == jnp.bfloat16 else 1e-5, library=library)
 
 
-def test_a_row_does_not_depend_on_the_others(library):
+@pytest.mark.parametrize(
+    "formats", ["int8_float8", "kivi2_int4", *(pytest.param(f, marks=pytest.mark.slow) for f in FORMATS)]
+)
+@pytest.mark.parametrize("page_size", [16, pytest.param(7, marks=pytest.mark.slow)])
+def test_quantized_pages(library, formats, page_size):
+    """Rows whose keys are in several parts, with a window that starts within a page; groups of 3 and of 4 heads."""
+    for num_heads, head_dim, options in ((6, 64, {}), (4, 96, {"sliding_window": 301, "soft_cap": 0.7})):
+        shape = (120, 5, -(-1100 // page_size))
+        case = make_case(LONG, num_heads, num_heads // 3, page_size, shape=shape, head_dim=head_dim, formats=formats)
+        wanted = expected(*case, options.get("sliding_window"), soft_cap=options.get("soft_cap"))
+        check_with(case, wanted, 2e-5, library=library, **options)
+
+
+@pytest.mark.parametrize("formats", [None, "int8_float8", "kivi2_int4"])
+def test_a_row_does_not_depend_on_the_others(library, formats):
     """Alone, and in a batch where it stands elsewhere, its bits are the same: for decode rows, tiles and trees."""
     rows = [(1, 700), (40, 1100), (1, 31), (70, 70), (3, 270)]
-    q, k, v, pages, kv_lens, cu = make_case(rows, 6, 2, shape=(120, 5, 70), head_dim=64)
+    q, k, v, pages, kv_lens, cu = make_case(rows, 6, 2, shape=(120, 5, 70), head_dim=64, formats=formats)
     whole = attention(q, k, v, pages, kv_lens, cu, None, library=library)
     for s, (q_len, kv_len) in enumerate(rows):
         alone = attention(
@@ -180,7 +194,8 @@ def test_padding_alone_and_no_rows():
     [
         ({"head_dim": 12}, "head_dim to be a multiple of 8, got 12"),
         ({"dtype": jnp.float16}, "reads float32 and bfloat16, the queries are float16"),
-        ({"formats": "int4"}, "reads no quantized pages, the keys have 4 bits"),
+        ({"formats": "kivi2"}, "bytes of a token and head to be a multiple of 8, the keys have 4"),
+        ({"formats": ("int8", "channel4")}, "a scale a channel with keys of 4 or 2 bits, the values have 4"),
     ],
 )
 def test_declines(change, message):

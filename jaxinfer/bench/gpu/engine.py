@@ -17,8 +17,8 @@ from jaxinfer.engine.page_pool import PagePool
 from jaxinfer.engine.request import FinishReason, Request
 from jaxinfer.engine.runner import ModelRunner, PendingStep
 from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.model.decoder import Decoder
 from jaxinfer.model.params import Params, abstract_params
+from jaxinfer.model.spec import DecoderSpec
 from jaxinfer.sampling.params import SamplingParams
 
 type Items = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
@@ -79,9 +79,11 @@ def _start(config: ModelConfig, sizes: _Sizes) -> tuple[Scheduler, ModelRunner]:
         max_model_len=2 * max(sizes.prefill, 64),
         prefix_cache=False,  # a prompt measured twice is computed twice
     )
-    pages, length = plan_pages(config, engine, 2, free_memory(device), device.platform == "cpu")
+    pages, length = plan_pages(
+        config, engine, engine.kv_spec("bfloat16"), free_memory(device), device.platform == "cpu"
+    )
     runner = ModelRunner(
-        Decoder(config, jnp.dtype(jnp.bfloat16)), params, engine, num_pages=pages, max_model_len=length,
+        DecoderSpec(config, jnp.dtype(jnp.bfloat16)), params, engine, num_pages=pages, max_model_len=length,
         stop_token_ids=frozenset(),
     )  # fmt: skip
     # Few shapes, since each takes long to compile: everything that is not pure decoding is padded to one.

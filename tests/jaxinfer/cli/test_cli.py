@@ -104,6 +104,7 @@ def test_the_stopwatch_counts_decoding_from_the_first_tokens_on(monkeypatch):
     watch.lap("other tokens")
     rows = {line[:14].strip(): line[14:].split() for line in watch.report().splitlines()}
     assert rows["first token"] == ["2.000", "s"]
+    assert float(rows["= until then"][0]) == pytest.approx(2 + float(rows["start"][0]), abs=1e-3)  # from the process on
     assert rows["decode"] == ["4.0", "tok/s"]
     assert rows["tokens"] == ["11"]
 

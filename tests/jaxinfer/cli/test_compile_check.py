@@ -22,6 +22,7 @@ from jaxinfer.compile_check.plan import Plan, make_plan
 from jaxinfer.compile_check.roofline import decode_roofline, prefill_roofline
 from jaxinfer.compile_check.steps import fit_pages, weight_bytes_per_device
 from jaxinfer.compile_check.topology import has_plugin
+from jaxinfer.kv_spec import KVSpec
 
 TINY = "tests/golden/models/tiny-chat"
 SMALL = ["--max-num-seqs", "4", "--max-tokens", "16", "--max-model-len", "64", "--num-pages", "17"]
@@ -154,7 +155,7 @@ def test_roofline_by_hand():
     bound = decode_roofline(plan)
     assert bound.flops == 2 * 2 * (32 * layer + head) + 4 * 32 * 128 * 32 * 2 * 1000
     assert bound.num_bytes["weights"] == 2 * (32 * layer + head)
-    assert bound.num_bytes["KV read"] == 2 * 1000 * LLAMA.kv_bytes_per_token(2)
+    assert bound.num_bytes["KV read"] == 2 * 1000 * KVSpec("bfloat16", "bfloat16").bytes_per_token(LLAMA)
     assert bound.bound == "memory"
     assert bound.seconds == pytest.approx(sum(bound.num_bytes.values()) / 4.8e12)
     prefill = prefill_roofline(plan)

@@ -9,6 +9,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.sampling.params import SamplingParams
 from tests.jaxinfer.conftest import MAX_LEN
+from tests.naive import NaiveLoop
 
 BASE = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": MAX_LEN, "decode_steps": 4}
 CONFIGS = {
@@ -107,6 +108,33 @@ def test_equals_naive_loop(name, model, naive):
         assert engine.stats().num_preemptions > 5
         assert engine.stats().num_evictions > 5
         assert engine.stats().prefix_cache.num_hit_tokens > 100
+
+
+@pytest.mark.parametrize(
+    "kv_dtype", ["int8,float8", *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("int8", "float8", "bfloat16"))]
+)
+def test_a_quantized_cache_gives_the_same_tokens_in_chunks_in_batches_and_after_preemption(kv_dtype, model):
+    """A token is stored the same way wherever it is computed: the naive loop on such a cache is the oracle."""
+    engine = Engine(model, EngineConfig(**BASE | CONFIGS["tiny_pool"], kv_dtype=kv_dtype))
+    check_equal(engine, NaiveLoop(model, MAX_LEN, kv_dtype), 15, seed=4)
+    assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.slow  # two kinds of engines to compile
+@pytest.mark.parametrize("kv_dtype", ["int4", "int4,int2", "int8,int4"])
+def test_pages_packed_when_full_give_the_same_tokens_in_chunks_in_batches_and_after_preemption(kv_dtype, model):
+    """One request at a time in one piece, against many in chunks, with preemption all the time."""
+    options = BASE | {"page_size": 32, "kv_dtype": kv_dtype}
+    alone = Engine(model, EngineConfig(**options | {"max_num_seqs": 1, "max_num_batched_tokens": MAX_LEN}))
+    tight = Engine(model, EngineConfig(**options | {"num_pages": 4, "max_num_batched_tokens": 13}))
+    rng = np.random.default_rng(5)
+    requests = [
+        (random_prompt(rng), SamplingParams(temperature=0, max_tokens=int(n), ignore_eos=True))
+        for n in rng.integers(5, 37, 12)
+    ]
+    first, second = (run(engine, requests, np.random.default_rng(6)) for engine in (alone, tight))
+    assert [x.outputs[0].token_ids for x in first] == [x.outputs[0].token_ids for x in second]
+    assert tight.stats().num_preemptions > 0
 
 
 @pytest.mark.slow

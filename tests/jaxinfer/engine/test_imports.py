@@ -25,6 +25,12 @@ def test_does_not_import_jax(module):
     assert result.stdout.split() == []
 
 
+def test_an_engine_needs_the_modules_of_the_decoder_only_to_compile():
+    program = "import sys, jaxinfer.llm\nprint(*sorted({'flax', 'jaxinfer.model.decoder'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
+
+
 def test_the_public_names_are_found_when_asked_for():
     program = "import jaxinfer\nprint(jaxinfer.EngineConfig().page_size, 'LLM' in dir(jaxinfer))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

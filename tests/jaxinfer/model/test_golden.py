@@ -32,11 +32,11 @@ def load_hf(name):
     return Decoder(config), load_hf_params(MODELS / name, config, abstract)
 
 
-def check(decoder, params, golden, chunk_size=64):
+def check(decoder, params, golden, chunk_size=64, atol=1e-4):
     """All logits of the prompt, then the greedy continuation token by token, each from its own argmax."""
     row, tokens = PagedRow(decoder, params), []
     logits = row.feed_in_chunks(golden["token_ids"], chunk_size)
-    np.testing.assert_allclose(logits, golden["logits"], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(logits, golden["logits"], atol=atol, rtol=0)
     for _ in golden["greedy"]:
         tokens.append(int(logits[-1].argmax()))
         logits = row.feed(tokens[-1:])
@@ -54,9 +54,15 @@ def test_hugging_face(name):
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in GGUF_CASES])
-def test_gguf(name):
+@pytest.mark.parametrize(("activations", "atol"), [(None, 1e-4), ("int16", 3e-3)])
+def test_gguf(name, activations, atol):
     model = load(MODELS / name / "model.gguf", dtype="float32")
-    check(model.decoder, model.params, np.load(MODELS / name / "golden_gguf.npz"))
+    check(
+        model.decoder.clone(activations=activations),
+        model.params,
+        np.load(MODELS / name / "golden_gguf.npz"),
+        atol=atol,
+    )
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7])

@@ -2,12 +2,16 @@
 
 import ctypes
 import logging
+import os
+import sys
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cpu import build, library
+from pallas_kernels.cpu import build, library, zeros_on_demand
 from pallas_kernels.cpu.build import CannotBuild, built_library
 from pallas_kernels.cpu.isa import ISA, available_isas
 from pallas_kernels.quantized_matmul import quantize_cpu_weight, quantized_matmul
@@ -106,3 +110,30 @@ def test_instruction_sets():
     avx2 = frozenset("avx avx2 bmi1 bmi2 f16c fma movbe".split())  # noqa: SIM905
     assert [isa.name for isa in available_isas(avx2)] == ["avx2", "generic"]
     assert [isa.name for isa in available_isas(avx2 - {"f16c"})] == ["generic"]
+
+
+def test_zeros_take_memory_when_they_are_written():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    zeros_on_demand((1 << 12,), jnp.float32).block_until_ready()  # what calls need once
+    set_one = jax.jit(lambda x: x.at[7].set(1), donate_argnums=0)
+    size = 64 << 20
+    before = resident()
+    x = zeros_on_demand((size // 4,), jnp.float32)
+    x = set_one(x)
+    x.block_until_ready()
+    if sys.platform == "linux":
+        assert resident() - before < size // 2
+    values = np.asarray(x)
+    assert values[7] == 1
+    assert np.count_nonzero(values) == 1
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (5, 4097)])
+def test_zeros_of_any_size_are_zero(shape):
+    for _ in range(3):  # of memory that has been used before too
+        x = zeros_on_demand(shape, jnp.bfloat16)
+        assert x.dtype == jnp.bfloat16
+        assert not np.asarray(x).any()
+        (x + 1).block_until_ready()

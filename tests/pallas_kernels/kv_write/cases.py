@@ -59,8 +59,11 @@ def _pages(kind: str, case: Case, rng: np.random.Generator) -> Any:
     return QuantizedPages(jnp.asarray(data).astype(dtype), scale, None if bits == 8 else scale, bits, "token")
 
 
-def check(case: Case, arguments: tuple[Any, ...], got: Any) -> None:
-    """Compares `got` with the reference: every byte outside the slots kept, what was written equal or nearly so."""
+def check(case: Case, arguments: tuple[Any, ...], got: Any, zero_points_are_exact: bool = True) -> None:
+    """Compares `got` with the reference: every byte outside the slots kept, what was written equal or nearly so.
+
+    Codes with a zero point come from `x / scale + zero`, which XLA may contract: other compilers may round otherwise.
+    """
     *positional, rope = arguments
     wanted = jax.jit(lambda *a: write_kv_reference(*a, rope=rope))(*positional)
     slots = np.asarray(arguments[4])
@@ -70,7 +73,7 @@ def check(case: Case, arguments: tuple[Any, ...], got: Any) -> None:
             kept = np.setdiff1d(np.arange(case.page_size, before.shape[1]), slots)
             np.testing.assert_array_equal(_bytes(after[:, kept]), _bytes(before[:, kept]), err_msg=f"{name} unwritten")
         written = slots[slots >= case.page_size]
-        exact = not (name == "k" and case.half)
+        exact = not (name == "k" and case.half) and (zero_points_are_exact or getattr(new, "zero", None) is None)
         if exact:  # the same arithmetic on the same rows
             for after, ref in zip(jax.tree.leaves(new), jax.tree.leaves(reference)):
                 np.testing.assert_array_equal(

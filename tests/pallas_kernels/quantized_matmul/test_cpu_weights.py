@@ -4,8 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cpu import cpu_library
 from pallas_kernels.quantized_matmul import (
     CpuWeight,
+    cpu_repack,
     dequantize_cpu_weight,
     pack_cpu,
     quantize_cpu_weight,
@@ -84,6 +86,17 @@ def test_many_rows_are_repacked_in_parts(rng):
     assert weight.shape == (5003, 128)
     wanted = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q4_1)
     np.testing.assert_array_equal(np.asarray(dequantize_cpu_weight(weight)), wanted)
+
+
+@pytest.mark.parametrize("name", cpu_repack.TYPES)
+@pytest.mark.parametrize("N", [1, 16, 43])
+def test_the_library_repacks_as_numpy_does(rng, name, N):
+    blocks = gguf_blocks(rng, name, N=N)
+    wanted, actual = repack_gguf(blocks, name), repack_gguf(blocks, name, cpu_library())
+    jax.tree.map(np.testing.assert_array_equal, actual, wanted)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), actual) == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
+    for leaf in jax.tree.leaves(actual):  # so that a device array is made of it without a copy
+        assert jax.device_put(leaf).unsafe_buffer_pointer() == leaf.ctypes.data
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])
