@@ -27,12 +27,13 @@ def linear(
     """
     if all(is_packed(weight) for weight in weights):
         return quantized_matmuls(x, weights, activations=activations, out_dtype=preferred_element_type)
-    if len(weights) > 1:
-        how = {"preferred_element_type": preferred_element_type, "activations": activations}
-        return tuple(linear(x, weight, **how)[0] for weight in weights)
-    [weight] = weights
-    contract_inputs = (((1,), (1,)), ((), ()))
-    return (lax.dot_general(x, weight, contract_inputs, preferred_element_type=preferred_element_type),)
+
+    def product(weight: Any) -> jax.Array:
+        if is_packed(weight):
+            return linear(x, weight, preferred_element_type=preferred_element_type, activations=activations)[0]
+        return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=preferred_element_type)
+
+    return tuple(product(weight) for weight in weights)
 
 
 def parameter(module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype: Any) -> Any:
