@@ -88,7 +88,7 @@ def serve(
 def _prepare(path: Path, weights: tuple, engine_config: Any, config: Any, log_level: str) -> Any:
     """Loads and compiles everything, so that no request has to wait for it, and returns the server."""
     from jaxinfer.cli.progress import byte_progress, spinner
-    from jaxinfer.compile_cache import enable_compile_cache
+    from jaxinfer.compile_cache import default_program_cache
     from jaxinfer.engine.async_engine import AsyncEngine
     from jaxinfer.engine.engine import Engine
     from jaxinfer.loading import load
@@ -98,18 +98,18 @@ def _prepare(path: Path, weights: tuple, engine_config: Any, config: Any, log_le
     from jaxinfer.serving.server import Server
 
     configure_logs(log_level)
-    enable_compile_cache()
     began = time.monotonic()
     with byte_progress("Loading weights") as progress:
         dtype, quantize, activations = weights
         model = load(path, dtype=dtype, quantize=quantize, activations=activations, load_progress=progress)
     loaded = time.monotonic()
-    engine = Engine(model, engine_config)
+    engine = Engine(model, engine_config, programs=default_program_cache())
     with spinner("Compiling every step (kept for the next time)"):
         engine.warmup()
-    compiled = engine.stats().compile.num_compiled
+    steps = engine.stats().compile
     click.echo(
-        f"loaded in {loaded - began:.1f} s, {compiled} steps compiled in {time.monotonic() - loaded:.1f} s,"
+        f"loaded in {loaded - began:.1f} s, {steps.num_compiled} steps compiled and {steps.num_loaded} found in the"
+        f" cache in {time.monotonic() - loaded:.1f} s,"
         f" {engine.stats().num_free_pages * engine_config.page_size:,} tokens of KV cache",
         err=True,
     )

@@ -40,6 +40,7 @@ def test_values_are_normalised():
         ("temperature", -0.1, "temperature must be finite and at least 0, got -0.1"),
         ("temperature", math.nan, "temperature must be .* got nan"),
         ("temperature", math.inf, "temperature must be .* got inf"),
+        ("temperature", 10**400, "temperature must be .* got inf"),
         ("temperature", 1e-9, "temperature must be 0 .greedy. or at least"),
         ("temperature", "1", "temperature must be a number, got '1'"),
         ("temperature", False, "temperature must be a number"),

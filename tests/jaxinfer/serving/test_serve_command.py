@@ -26,7 +26,7 @@ def ready(process):
     for line in process.stderr:
         lines.append(line)
         if found := re.search(r"tiny-chat is served at (http://\S+)/v1", line):
-            assert re.search(r"steps compiled in [\d.]+ s", "".join(lines))
+            assert re.search(r"steps compiled and \d+ found in the cache in [\d.]+ s", "".join(lines))
             return found[1]
     raise AssertionError("".join(lines))
 
@@ -58,6 +58,21 @@ def test_it_serves_survives_a_kill_and_drains():
     assert '"path": "/v1/chat/completions"' in rest
     assert "SIGTERM: no new requests" in rest
     assert "secret" not in rest
+
+
+def test_everything_is_loaded_and_compiled_before_the_server_runs(monkeypatch, capfd):
+    warm, ran = [], []
+    monkeypatch.setattr(
+        "jaxinfer.engine.engine.Engine.warmup", lambda engine: warm.append(engine)
+    )  # the slow test compiles
+    monkeypatch.setattr("jaxinfer.serving.logs.configure_logs", lambda _: None)
+    monkeypatch.setattr("jaxinfer.serving.server.Server.run", lambda self, sockets: ran.append(self._frontend))
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", TINY, *SMALL, "--port", "0", "--served-model-name", "mine", "--policy", "priority"])
+    assert stop.value.code == 0
+    assert len(warm) == 1
+    assert (ran[0].config.model_name, ran[0].engine_config.policy, ran[0].max_model_len) == ("mine", "priority", 64)
+    assert "mine is served at http://127.0.0.1:" in capfd.readouterr().err
 
 
 def test_mistakes_are_told_at_once_and_in_one_line(capfd):
