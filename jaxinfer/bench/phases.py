@@ -74,5 +74,5 @@ def streamed_bytes(model: Model) -> int:
 
 def _kv_itemsize(engine: Engine) -> float:
     """Returns the bytes of an element of the KV cache, its share of scales included."""
-    elements = engine.scheduler.pool.num_pages * engine.config.page_size * engine.model.config.kv_bytes_per_token(1)
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.state.cache)) / elements
+    config = engine.model.config
+    return engine.stats().kv_bytes_per_token / (2 * config.num_layers * config.num_kv_heads * config.head_dim)

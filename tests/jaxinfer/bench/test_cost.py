@@ -4,6 +4,7 @@ import pytest
 
 from jaxinfer.bench.cost import forward_flops, kv_read_bytes
 from jaxinfer.config import ModelConfig
+from jaxinfer.kv_spec import KVSpec
 
 TINY = ModelConfig(
     family="llama", vocab_size=100, hidden_size=8, intermediate_size=16, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -36,5 +37,5 @@ def test_flops_of_matrices_are_twice_the_parameters():
 
 
 def test_kv_bytes_are_those_of_the_cache_unless_a_window_is_shorter():
-    assert kv_read_bytes(TINY, 10, 4) == 10 * TINY.kv_bytes_per_token(4)
+    assert kv_read_bytes(TINY, 10, 4) == 10 * KVSpec("float32", "float32").bytes_per_token(TINY)
     assert kv_read_bytes(dataclasses.replace(TINY, layer_windows=(4, None)), 10, 2) == (4 + 10) * 2 * 2 * 4 * 2
