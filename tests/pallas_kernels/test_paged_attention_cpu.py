@@ -195,7 +195,7 @@ def test_padding_alone_and_no_rows():
         ({"head_dim": 12}, "head_dim to be a multiple of 8, got 12"),
         ({"dtype": jnp.float16}, "reads float32 and bfloat16, the queries are float16"),
         ({"formats": "kivi2"}, "bytes of a token and head to be a multiple of 8, the keys have 4"),
-        ({"formats": ("int8", "channel4")}, "a scale a channel with keys of 4 or 2 bits, the values have 4"),
+        ({"formats": ("int8", "channel4")}, "a scale a channel with keys of 4 or 2 bits, not the 4-bit values"),
     ],
 )
 def test_declines(change, message):

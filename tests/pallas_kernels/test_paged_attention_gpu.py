@@ -79,7 +79,7 @@ def check_case(case: Case, detect_races: bool = True) -> None:
         pytest.param(
             Case(("channel2", "int4"), 64, 128, (4, 2), rows=TREES, num_decode_rows=1), marks=pytest.mark.slow
         ),
-        Case(("float8", "int8"), 128, 16, rows=EDGES, num_decode_rows=None),
+        pytest.param(Case(("float8", "int8"), 128, 16, rows=EDGES, num_decode_rows=None), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -42,7 +42,7 @@ def serve(engine, prompt, params, **options):
     return finish(engine, "r")[0]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("params", [GREEDY, pytest.param(SAMPLED, marks=pytest.mark.slow)], ids=["greedy", "sampled"])
 def test_a_conversation_finds_its_own_answers(engine, naive, params):
     prompt, found = PROMPT, []
     engine.reset_prefix_cache()
@@ -80,6 +80,7 @@ def test_n_samples_compute_their_prompt_once_and_are_those_of_their_seeds(model,
     assert stats.num_used_pages == 0
 
 
+@pytest.mark.slow
 def test_n_samples_with_logprobs_in_a_pool_for_one(model, naive):
     """Sources are preempted before and after their forks have started."""
     engine = make_engine(model, num_pages=1 + MAX_LEN // 4, max_num_batched_tokens=8)

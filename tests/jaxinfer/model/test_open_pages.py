@@ -94,7 +94,7 @@ def batch_of(counts, lens, table):
     ("kv_dtype", "window", "implementation"),
     [
         ("int4", None, None),
-        pytest.param("int2", 40, "xla"),
+        pytest.param("int2", 40, "xla", marks=pytest.mark.slow),
         *(pytest.param(kv, w, i, marks=pytest.mark.slow)
           for kv in ("int4,float32", "int8,int4", "int2,int4") for w in (None, 9) for i in (None, "xla", "reference")),
     ],

@@ -115,6 +115,7 @@ def test_agrees(name):
         check(arrays, attend(arrays, interpret)(), block_kv_of(arrays))
 
 
+@pytest.mark.slow
 def test_repeats_without_races_with_window_and_soft_cap():
     """Two tiles of queries, more blocks of keys than stages, two of them a scale, two groups of queries."""
     case = Case(130, 250, num_heads=4, num_kv_heads=2, head_dim=64, sliding_window=150, soft_cap=2.0, scale=0.2)
