@@ -72,8 +72,11 @@ class ProgramCache:
             log.warning("a compiled program could not be kept: %s", error)
 
     def _drop_oldest(self) -> None:
-        files = sorted(self._folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
-        for file in files[MAX_PROGRAMS:]:
+        ages = {}
+        for file in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another process has dropped it, or moved it into its place
+                ages[file] = file.stat().st_mtime
+        for file in sorted(ages, key=ages.__getitem__, reverse=True)[MAX_PROGRAMS:]:
             file.unlink(missing_ok=True)
 
 
@@ -85,9 +88,10 @@ def default_program_cache() -> ProgramCache | None:
 def _write_whole(path: Path, content: bytes) -> None:
     """Writes a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".part-", delete=False) as part:
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".part-", delete_on_close=False) as part:
         part.write(content)
-    os.replace(part.name, path)
+        part.close()
+        os.replace(part.name, path)  # whatever fails, the part goes at the end of the block
 
 
 def _read(path: Path, device: Any) -> Any:

@@ -10,11 +10,19 @@ class CacheShape(Protocol):
     """What `ModelConfig` says of a cache."""
 
     @property
-    def num_layers(self) -> int: ...  # noqa: D102
+    def num_layers(self) -> int:
+        """L."""
+        ...
+
     @property
-    def num_kv_heads(self) -> int: ...  # noqa: D102
+    def num_kv_heads(self) -> int:
+        """K."""
+        ...
+
     @property
-    def head_dim(self) -> int: ...  # noqa: D102
+    def head_dim(self) -> int:
+        """H."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A mode: how a model is loaded and run, written as "quantize=int8,activations=int8"."""
 
 import json
+import re
 from typing import Any
 
 from jaxinfer.config import EngineConfig
@@ -14,11 +15,13 @@ DEFAULT_NAME = "as it is"  # of the mode without options
 def parse_mode(text: str) -> dict[str, Any]:
     """Returns the options of a mode: those of `load` in `LOAD_OPTIONS`, and fields of `EngineConfig`.
 
+    A value may hold a comma, as "kv_dtype=int8,bfloat16" does: what has no "=" belongs to the value before it.
+
     Raises:
         ValueError: an option is unknown, is given twice or has no value.
     """
     options: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
+    for part in filter(None, re.split(r",(?=[^,]*=)", text)):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         known = (*LOAD_OPTIONS, *EngineConfig.__dataclass_fields__)
         if not equals or not value or name in options or name not in known:

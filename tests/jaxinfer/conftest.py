@@ -1,4 +1,5 @@
 import functools
+import signal
 
 import pytest
 
@@ -26,3 +27,11 @@ def naive(model):
 def llm(model):
     """One engine for all tests of the interfaces."""
     return LLM(model, compile_cache=False, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=MAX_LEN)
+
+
+@pytest.fixture
+def interruptible():
+    """Lets Ctrl-C reach this process and its children, though a background job of a shell ignores it."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)

@@ -95,3 +95,15 @@ def test_the_least_used_are_dropped(tmp_path, monkeypatch):
         add(cache, ("add", value), value)
     assert len(list(tmp_path.iterdir())) == 2
     assert add(cache, ("add", 2), 2)[1]
+
+
+def test_a_full_disk_leaves_no_part_behind(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compile_cache.os, "replace", full)
+    program, found = add(ProgramCache(tmp_path))
+    assert not found
+    np.testing.assert_array_equal(program(np.ones(4, np.float32)), 2)
+    assert "could not be kept" in caplog.text
+    assert not list(tmp_path.iterdir())

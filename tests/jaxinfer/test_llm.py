@@ -219,6 +219,7 @@ def test_compilation_after_warmup_is_reported(model, caplog):
     assert "after warm-up" in caplog.text
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_a_generate_and_not_the_engine(llm, monkeypatch):
     wanted = texts(llm.generate("hello", GREEDY))
     step = llm.engine.step
@@ -231,12 +232,8 @@ def test_ctrl_c_ends_a_generate_and_not_the_engine(llm, monkeypatch):
         return chunks
 
     monkeypatch.setattr(llm.engine, "step", interrupted_step)
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(["hello", "there"], GREEDY)
-    finally:
-        signal.signal(signal.SIGINT, inherited)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["hello", "there"], GREEDY)
     monkeypatch.undo()
     assert not llm.engine.has_unfinished
     llm.engine.scheduler.check_integrity()

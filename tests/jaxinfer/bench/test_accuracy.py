@@ -63,6 +63,7 @@ def test_a_mode_names_options_of_load_and_of_the_engine():
     assert parse_mode("quantize=int8, max_num_batched_tokens=64,async_scheduling=false") == {
         "quantize": "int8", "max_num_batched_tokens": 64, "async_scheduling": False,
     }  # fmt: skip
+    assert parse_mode("kv_dtype=int8,bfloat16,page_size=32") == {"kv_dtype": "int8,bfloat16", "page_size": 32}
     for wrong in ("quantise=int8", "quantize", "quantize=", "dtype=float32,dtype=float16"):
         with pytest.raises(ValueError, match=f"dtype, quantize, .*; got '{wrong}'"):
             parse_mode(wrong)

@@ -307,9 +307,9 @@ def test_version():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_in_a_terminal_stops_the_answer_and_then_the_program():
     """Under a pseudo-terminal, the real model: Ctrl-C in an endless answer, then twice at the prompt."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it, and children would too
     main_end, terminal = pty.openpty()
     options = ["--temperature", "0", "--max-tokens", "100000", "--ignore-eos"]
     chat = subprocess.Popen(
