@@ -18,18 +18,20 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("model", required=False)
 @click.option("--memory", help="Show how many tokens fit in so much memory beside the weights, such as 24GB.")
-@click.option("--kv", "kv_dtype", default="auto", help="Precision of keys and values that --memory counts with.")
+@click.option("--kv", "kv_dtype", help="Precision of keys and values to count with; by default that of the weights.")
 @click.option("--kernels", is_flag=True, help="Show which kernels run on this machine, and why the others do not.")
 @click.option("--target", type=click.Choice(TARGETS), help="With --kernels: for this device instead of this machine's.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def info(
-    model: str | None, memory: str | None, kv_dtype: str, kernels: bool, target: str | None, as_json: bool
+    model: str | None, memory: str | None, kv_dtype: str | None, kernels: bool, target: str | None, as_json: bool
 ) -> None:
     """Show shape, precision, context and memory of MODEL, or with --kernels what runs on this machine."""
     if target is not None and not kernels:
         raise click.UsageError("--target says for which device --kernels answers; give both")
     if memory is not None and model is None:
         raise click.UsageError("--memory is counted beside a model's weights; give a MODEL")
+    if kv_dtype is not None and model is None:
+        raise click.UsageError("--kv is counted for a model's cache; give a MODEL")
     if model is None and not kernels:
         raise click.UsageError("give a MODEL, or --kernels")
     if model is not None and kernels and as_json:
@@ -39,7 +41,7 @@ def info(
         path = find_model(model)
         from jaxinfer.description import describe
 
-        rows = _rows(describe(path), kv_dtype, budget)
+        rows = _rows(describe(path), kv_dtype or "auto", budget)
         if as_json:
             click.echo(json.dumps(dict(rows), indent=2))
         else:

@@ -1,7 +1,6 @@
 """The KV cache: pages of keys and values for every layer, an explicit argument and result of the step."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +29,7 @@ class KVCache:
     open_pages: tuple[OpenPages, ...] | None = None  # L
 
     @classmethod
-    def init(
-        cls, config: ModelConfig, num_pages: int, page_size: int, kv: KVSpec, *, num_slots: int = 0,
-        sharding: Any = None,
-    ) -> "KVCache":  # fmt: skip
+    def init(cls, config: ModelConfig, num_pages: int, page_size: int, kv: KVSpec, *, num_slots: int = 0) -> "KVCache":
         """Returns a cache of zeros.
 
         Args:
@@ -42,18 +38,16 @@ class KVCache:
             page_size: tokens of a page.
             kv: precision of keys and of values.
             num_slots: requests at once; matters for open pages only.
-            sharding: where each array of one layer's pages lies (their first dimension is the KV heads); None
-                leaves that to jax.
         """
         shape = (config.num_kv_heads, num_pages, page_size, config.head_dim)
 
         def pages(name: str, axis: str) -> tuple[Pages, ...]:
-            return tuple(_zeros(shape, name, axis, sharding) for _ in range(config.num_layers))
+            return tuple(_zeros(shape, name, axis) for _ in range(config.num_layers))
 
         open_pages = None
         if kv.open is not None:
             shape_of_open = (shape[0], 1 + num_slots, *shape[2:])
-            zeros = [jnp.zeros(shape_of_open, kv.open, device=sharding) for _ in range(2 * config.num_layers)]
+            zeros = [jnp.zeros(shape_of_open, kv.open) for _ in range(2 * config.num_layers)]
             open_pages = tuple(zip(zeros[::2], zeros[1::2]))
         return cls(pages(kv.k, "channel"), pages(kv.v, "token"), open_pages)
 
@@ -63,14 +57,14 @@ class KVCache:
         return self.k_pages[0].shape[2]
 
 
-def _zeros(shape: tuple[int, ...], name: str, axis: str, sharding: Any) -> Pages:
+def _zeros(shape: tuple[int, ...], name: str, axis: str) -> Pages:
     """Returns empty pages; `axis` is that of the scales of formats that are quantized by the page."""
     bits, by_page = FORMATS[name].bits, FORMATS[name].by_page
     if not FORMATS[name].scales:
-        return jnp.zeros(shape, name, device=sharding)
+        return jnp.zeros(shape, name)
     axis = axis if by_page else "token"
     scales = shape[:3] if axis == "token" else (*shape[:2], shape[3])
     dtype = {"float8": FLOAT8, "int8": jnp.int8}.get(name, jnp.uint8)
-    data = jnp.zeros((*shape[:3], shape[3] * bits // 8), dtype, device=sharding)
-    scale, zero = (jnp.zeros(scales, jnp.float32, device=sharding) for _ in range(2))
+    data = jnp.zeros((*shape[:3], shape[3] * bits // 8), dtype)
+    scale, zero = (jnp.zeros(scales, jnp.float32) for _ in range(2))
     return QuantizedPages(data, scale, zero if bits < 8 else None, bits, axis)

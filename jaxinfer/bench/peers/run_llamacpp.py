@@ -26,7 +26,7 @@ def load(task):
     options = llama_cpp.llama_context_default_params()
     options.n_ctx = task["total_tokens"] + BATCH
     options.n_batch = options.n_ubatch = BATCH
-    options.n_seq_max = task["max_num_seqs"]
+    options.n_seq_max = task["max_num_seqs"] + 1  # one more keeps a shared prefix
     options.n_threads = options.n_threads_batch = task["threads"]
     options.kv_unified = True
     context = llama_cpp.llama_init_from_model(model, options)
@@ -57,7 +57,7 @@ class Loop:
         prompts = [request["prompt"] for request in requests]
         shared = shared_prefix(prompts)
         if shared:
-            keeper = free.pop()
+            keeper = self.slots
             for start in range(0, shared, BATCH):
                 piece = range(start, min(start + BATCH, shared))
                 self.decode([(prompts[0][i], i, keeper, False) for i in piece])

@@ -221,6 +221,8 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(call, one_llm, monkeypatch):
         (["pull"], "give a NAME"),
         (["info", "nowhere"], "no model 'nowhere'"),
         (["info", TINY, "--memory", "lots"], "memory must be a number with a unit such as 24GB"),
+        (["info", TINY, "--kv", "int3"], "kv_dtype must be"),
+        (["info", "--kernels", "--kv", "int8"], "--kv is counted for a model's cache; give a MODEL"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(call, arguments, message):
@@ -272,6 +274,7 @@ def test_info(call, model, expected):
     assert rows["family"] == "llama"
     assert "tokens" in rows["fits in 16 bits"]
     assert "F32" in rows["stored as"]
+    assert "a token in int8" in call("info", model, "--kv", "int8")[1]
     for name, value in expected.items():
         assert rows[name].startswith(value)
 
