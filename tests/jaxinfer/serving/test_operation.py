@@ -159,13 +159,14 @@ def test_draining_has_a_limit(engine, slow):
 
 def test_a_step_that_hangs_fails_requests_instead_of_hanging_them(engine, failing):
     hang = threading.Event()
-    failing(lambda: hang.wait(30) and [])
+    failing(lambda: (hang.wait(30), [])[1])
     with serving(engine, step_timeout=0.3, drain_timeout=0.3) as live, live.client() as http:
         failed = http.post(PATH, json=LONG)
         assert (failed.status_code, code_of(failed)) == (500, "engine_failed")
         assert (http.get("/health").status_code, code_of(http.get("/health"))) == (503, "engine_failed")
         assert http.post(PATH, json=LONG).status_code == 503
         assert http.get("/metrics").status_code == 200
+        assert isinstance(live.frontend.engine.failure, TimeoutError)  # the watchdog's, not the step's own
         hang.set()
 
 
