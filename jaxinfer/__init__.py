@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxinfer.generation import GenerateOutput, generate
     from jaxinfer.llm import LLM
     from jaxinfer.loading import Model, load
+    from jaxinfer.sampling.beam import BeamSearchParams
     from jaxinfer.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "jaxinfer.llm",
     "SamplingParams": "jaxinfer.sampling.params",
+    "BeamSearchParams": "jaxinfer.sampling.beam",
     "EngineConfig": "jaxinfer.config",
     "ModelConfig": "jaxinfer.config",
     "Model": "jaxinfer.loading",
@@ -38,6 +40,7 @@ _HOMES = {
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearchParams",
     "CompletionChunk",
     "CompletionOutput",
     "EngineConfig",

@@ -7,12 +7,14 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from jaxinfer.beam_search import run_beam_search
 from jaxinfer.compile_cache import default_program_cache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine, EngineStats
 from jaxinfer.engine.outputs import CompletionChunk, RequestOutput
 from jaxinfer.interrupts import interrupts_deferred
 from jaxinfer.loading import Model, load
+from jaxinfer.sampling.beam import BeamSearchParams
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 
@@ -139,6 +141,34 @@ class LLM:
         prompts = [self.tokenizer.apply_chat_template(one, tools=tools, **template_options) for one in conversations]
         return self.generate(prompts, sampling_params, cache_salt=cache_salt)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        *,
+        cache_salt: str | Sequence[str | None] | None = None,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Returns the most probable continuations of the prompts that a beam search finds, the best first.
+
+        The `cumulative_logprob` of a continuation is the sum that its score is made of.
+
+        Args:
+            prompts: one prompt or several, each text or token ids.
+            params: for all prompts or one each.
+            cache_salt: as for `generate`.
+            progress: called with the number of finished prompts and of all.
+
+        Raises:
+            ValueError: a prompt or parameter is not valid; then none of the prompts has run.
+        """
+        several: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        each, salts = (
+            _per_prompt(name, value, len(several)) for name, value in (("params", params), ("cache_salt", cache_salt))
+        )
+        prefix = f"llm-{next(self._ids)}"
+        return run_beam_search(self.engine, self._step, prefix, several, each, salts, progress)
+
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None,
         *, cache_salt: str | None = None,
@@ -147,7 +177,13 @@ class LLM:
 
         The texts of the chunks joined are the text that `generate` returns. Closing the iterator, or breaking out
         of its loop, aborts the request.
+
+        Raises:
+            ValueError: the prompt or a parameter is not valid, or `best_of` leaves out completions, which only shows
+                when all have ended.
         """
+        if sampling_params is not None and sampling_params.num_completions > sampling_params.n:
+            raise ValueError("best_of cannot be streamed: the best completions are known when all have ended")
         text: Any = self.tokenizer.apply_chat_template(prompt) if _is_conversation(prompt) else prompt
         request_id = f"llm-{next(self._ids)}"
         self.engine.add_request(request_id, text, sampling_params, cache_salt=cache_salt)

@@ -16,9 +16,9 @@ from jaxinfer.sampling.params import SamplingParams, validate_token_ids
 
 def make_requests(
     model: Model, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int,
-    cache_salt: str | None, max_model_len: int, seeds: np.random.Generator,
+    cache_salt: str | None, max_model_len: int, seeds: np.random.Generator, is_steered: bool = False,
 ) -> list[Request]:  # fmt: skip
-    """Returns the `params.n` requests of one prompt.
+    """Returns the `params.num_completions` requests of one prompt.
 
     Raises:
         ValueError: see `Engine.add_request`.
@@ -40,7 +40,7 @@ def make_requests(
         )
     first, *others = _requests(
         model, request_id, params, max_model_len, seeds, prompt_token_ids=token_ids, prompt=text, priority=priority,
-        cache_salt=cache_salt,
+        cache_salt=cache_salt, is_steered=is_steered,
     )  # fmt: skip
     for other in others:
         other.source = first
@@ -49,9 +49,9 @@ def make_requests(
 
 def fork_requests(
     model: Model, request_id: str, source: Request, params: SamplingParams | None, max_model_len: int,
-    seeds: np.random.Generator,
+    seeds: np.random.Generator, token: int | None = None,
 ) -> list[Request]:  # fmt: skip
-    """Returns `params.n` requests that go on from the tokens of `source` that the host knows.
+    """Returns `params.n` requests that go on from the tokens of `source` that the host knows, and from `token`.
 
     Raises:
         ValueError: see `Engine.fork`.
@@ -61,9 +61,15 @@ def fork_requests(
             f"{source.request_id} has ended and can not be forked: start a new request with its tokens, which the "
             "prefix cache finds"
         )
+    if source.is_steered != (token is not None):
+        raise ValueError(f"a fork of a steered request begins with a token, and no other does, got token={token!r}")
+    if token is not None:
+        [token] = _checked_ids([token], model.config.vocab_size)
     if params is None:
-        params = dataclasses.replace(source.params, n=1, seed=None, prompt_logprobs=None)
+        params = dataclasses.replace(source.params, n=1, best_of=None, seed=None, prompt_logprobs=None)
     _check_params(params, model.config.vocab_size)
+    if params.num_completions > params.n:
+        raise ValueError("best_of chooses among completions that begin together: forks take n alone")
     if params.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs of a fork are those of its source: leave them out")
     if params.logprobs is not None and source.params.logprobs is None:
@@ -77,9 +83,10 @@ def fork_requests(
     requests = _requests(
         model, request_id, params, max_model_len, seeds, prompt_token_ids=source.prompt_token_ids,
         prompt=source.prompt, priority=source.priority, cache_salt=source.cache_salt, source=source,
+        is_steered=source.is_steered,
     )  # fmt: skip
     for request in requests:
-        request.output_token_ids += source.output_token_ids
+        request.output_token_ids += source.output_token_ids if token is None else [*source.output_token_ids, token]
         request.logprobs += source.logprobs if params.logprobs is not None else []
     return requests
 
@@ -88,7 +95,7 @@ def _requests(
     model: Model, request_id: str, params: SamplingParams, max_model_len: int, seeds: np.random.Generator,
     *, prompt_token_ids: Sequence[int], **fields: Any,
 ) -> list[Request]:  # fmt: skip
-    """Returns `params.n` requests that differ in their seeds."""
+    """Returns `params.num_completions` requests that differ in their seeds."""
     room = max_model_len - len(prompt_token_ids)
     eos = frozenset() if params.ignore_eos else frozenset(model.tokenizer.eos_token_ids)
     words = _bad_words(model, params.bad_words)
@@ -105,7 +112,7 @@ def _requests(
             bad_words=tuple(word for word in words if len(word) > 1),
             **fields,
         )
-        for i in range(params.n)
+        for i in range(params.num_completions)
     ]
 
 

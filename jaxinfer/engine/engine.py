@@ -12,7 +12,7 @@ from jaxinfer.compile_cache import ProgramCache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.admission import fork_requests, make_requests
 from jaxinfer.engine.memory import free_memory, plan_pages
-from jaxinfer.engine.outputs import CompletionChunk, RequestOutput
+from jaxinfer.engine.outputs import CompletionChunk, RequestOutput, best_completions
 from jaxinfer.engine.page_pool import PagePool
 from jaxinfer.engine.prefix_cache import PrefixStats
 from jaxinfer.engine.request import FinishReason, Request
@@ -116,7 +116,7 @@ class Engine:
 
     def add_request(
         self, request_id: str, prompt: str | Ints[int], params: SamplingParams | None = None, *, priority: int = 0,
-        cache_salt: str | None = None,
+        cache_salt: str | None = None, is_steered: bool = False,
     ) -> None:  # fmt: skip
         """Queues a prompt, given as text or token ids; params.n completions of it are generated.
 
@@ -127,6 +127,9 @@ class Engine:
             priority: with the "priority" policy, lower goes first.
             cache_salt: keeps tenants apart: only requests of the same salt share cached prefixes, so that nobody can
                 tell by the time to the first token what others have sent.
+            is_steered: the caller chooses the tokens: when all that the request has are computed it rests, `candidates`
+                tells what could come next, and `extend` or `abort` must follow before the next step. `params` should
+                ask for as many logprobs as there are to be candidates.
 
         Raises:
             ValueError: the prompt is empty, too long or holds an unknown token; a parameter does not fit the
@@ -135,11 +138,29 @@ class Engine:
         self._check_unused(request_id)
         requests = make_requests(
             self.model, request_id, prompt, params or self.model.default_sampling_params, priority, cache_salt,
-            self.max_model_len, self._seeds,
+            self.max_model_len, self._seeds, is_steered,
         )  # fmt: skip
         self._add(request_id, requests)
 
-    def fork(self, request_id: str, new_id: str, params: SamplingParams | None = None, *, index: int = 0) -> None:
+    def candidates(self, request_id: str) -> tuple[list[int], list[float]] | None:
+        """Returns the most probable next tokens of a steered request and their log-probabilities, the best first.
+
+        None while tokens of it are to be computed.
+        """
+        return self._groups[request_id][0].request.candidates
+
+    def extend(self, request_id: str, token: int) -> None:
+        """Appends a token to a steered request that has candidates, so that it goes on."""
+        request = self._groups[request_id][0].request
+        if request.candidates is None:
+            raise RuntimeError(f"request {request_id!r} has no candidates: only a steered one at rest takes a token")
+        request.output_token_ids.append(token)
+        request.candidates = None
+
+    def fork(
+        self, request_id: str, new_id: str, params: SamplingParams | None = None, *, index: int = 0,
+        token: int | None = None,
+    ) -> None:  # fmt: skip
         """Starts a request that goes on from where another one is, sharing the pages of everything up to there.
 
         The fork has the prompt and the output so far as its own: its first chunk begins with that output, and
@@ -150,6 +171,8 @@ class Engine:
             new_id: any string that no unfinished request has.
             params: of the fork, `n` of them; None takes those of its source with another seed.
             index: which of the source's completions.
+            token: the first token of the fork's own, which a fork of a steered request needs; make such forks before
+                their source is extended.
 
         Raises:
             ValueError: there is no such request or completion, it has ended, or a parameter does not fit.
@@ -159,7 +182,7 @@ class Engine:
         if not 0 <= index < len(group):
             raise ValueError(f"no completion {index} of a request {request_id!r} to fork")
         self._add(new_id, fork_requests(
-            self.model, new_id, group[index].request, params, self.max_model_len, self._seeds
+            self.model, new_id, group[index].request, params, self.max_model_len, self._seeds, token
         ))  # fmt: skip
 
     def reset_prefix_cache(self) -> None:
@@ -228,7 +251,7 @@ class Engine:
         return RequestOutput(
             request_id, first.prompt, list(first.prompt_token_ids),
             first.prompt_logprobs if first.params.prompt_logprobs is not None else None,
-            [sequence.output() for sequence in group], first.metrics,
+            best_completions([sequence.output() for sequence in group], first.params.n), first.metrics,
         )  # fmt: skip
 
     @property
@@ -270,10 +293,14 @@ class Engine:
                 continue  # ended while the step ran; its id may be in use again
             if i in result.prompt_logprobs:
                 sequence.add_prompt_logprobs(result.prompt_logprobs[i], row.start)
-            if i in result.logprobs:
+            if i in result.logprobs and row.request.is_steered:
+                row.request.candidates = result.logprobs[i].candidates
+            elif i in result.logprobs:
                 sequence.add_logprobs(result.logprobs[i], [token for token in result.token_ids[i] if token >= 0])
         chunks = []
         for request in self.scheduler.update(step.scheduled, result.token_ids):
+            if request.is_steered:
+                continue  # it has no new tokens
             sequence = self._sequences[request.request_id]
             chunk = sequence.advance()
             if sequence.stop_string is not None:

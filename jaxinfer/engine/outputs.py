@@ -1,6 +1,7 @@
 """What users get back: whole outputs, and the chunks of a stream. Imports no jax."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from jaxinfer.engine.request import FinishReason, RequestMetrics
 from jaxinfer.sampling.result import Logprob
@@ -19,6 +20,8 @@ class CompletionOutput:
         logprobs: one entry a token, if `SamplingParams.logprobs` asked for them.
         finish_reason: why it ended; None while it runs.
         stop_reason: the stop string or the token id that ended it; None for the model's length and for aborts.
+        cumulative_logprob: sum of the log-probabilities of `token_ids`, if they were scored: for `logprobs`, to choose
+            among `best_of` completions, or in a beam search.
     """
 
     index: int
@@ -27,6 +30,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    cumulative_logprob: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +42,7 @@ class RequestOutput:
         prompt: text of the prompt; None if it was given as token ids.
         prompt_token_ids: its tokens.
         prompt_logprobs: one entry a prompt token, the first None, if asked for.
-        outputs: `n` completions.
+        outputs: `n` completions; with `best_of` or from a beam search, the best first.
         metrics: times of the first completion.
     """
 
@@ -55,6 +59,19 @@ class RequestOutput:
         return all(output.finish_reason is not None for output in self.outputs)
 
 
+def best_completions(completions: Sequence[CompletionOutput], n: int) -> list[CompletionOutput]:
+    """Returns the `n` most probable completions, the best first; if there are `n`, all of them as they are.
+
+    Args:
+        completions: of one prompt; more than `n` have their `cumulative_logprob`.
+        n: how many are wanted.
+    """
+    if len(completions) == n:
+        return list(completions)
+    best = sorted(completions, key=lambda completion: -(completion.cumulative_logprob or 0.0))[:n]
+    return [dataclasses.replace(completion, index=i) for i, completion in enumerate(best)]
+
+
 @dataclasses.dataclass(frozen=True)
 class CompletionChunk:
     """What one step added to one completion; the texts of all chunks joined are the completion's text.
@@ -62,6 +79,7 @@ class CompletionChunk:
     Attributes:
         prompt_logprobs: in the first chunk with tokens, one entry a prompt token, if asked for.
         metrics: in the last chunk.
+        cumulative_logprob: in the last chunk, as in `CompletionOutput`.
     """
 
     request_id: str
@@ -73,3 +91,4 @@ class CompletionChunk:
     stop_reason: int | str | None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: RequestMetrics | None = None
+    cumulative_logprob: float | None = None

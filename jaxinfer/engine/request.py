@@ -53,7 +53,11 @@ class Request:
         max_tokens: most output tokens, already bounded by the model's length.
         bad_words: banned token sequences of two or more tokens, matched on the host.
         cache_salt: only requests of the same salt share cached pages; None is a salt of its own.
-        source: the request this is a fork of, until its pages are shared: its tokens begin with ours.
+        source: the request this is a fork of, until its pages are shared: its tokens begin with ours, but for the last
+            where the request is steered.
+        is_steered: its tokens are chosen by the caller (`Engine.extend`); what is sampled is dropped.
+        candidates: of a steered request all of whose tokens are computed: the most probable next tokens, the best
+            first, and their log-probabilities.
         pages: pages held, in order of position; all but the last may be shared.
         page_keys: keys of the first full pages, as far as they have been needed.
         num_published_pages: of `pages`, those that have been offered to the prefix cache.
@@ -72,10 +76,12 @@ class Request:
     prompt: str | None = None
     cache_salt: str | None = None
     source: "Request | None" = None
+    is_steered: bool = False
 
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = dataclasses.field(default_factory=list)
+    candidates: tuple[list[int], list[float]] | None = None
     num_computed_tokens: int = 0
     num_in_flight: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -117,6 +123,16 @@ class Request:
     def needs_host_mask(self) -> bool:
         """Whether the host must see every token before the next can be sampled."""
         return bool(self.bad_words)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether no step may go beyond tokens that the host has not read."""
+        return self.is_steered or self.needs_host_mask
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether the sampled tokens are scored: somebody wants to see it, or the best completions are chosen by it."""
+        return self.params.logprobs is not None or self.params.num_completions > self.params.n
 
     @property
     def is_finished(self) -> bool:

@@ -136,7 +136,7 @@ class ModelRunner:
         begin = 0
         for s, row in enumerate(rows):
             request, end = row.request, begin + row.num_tokens
-            if request.params.logprobs is not None and (sampled := [t for t in result.token_ids[s] if t >= 0]):
+            if request.needs_logprobs and (sampled := [t for t in result.token_ids[s] if t >= 0]):
                 steps = np.arange(len(sampled))
                 where = steps * hidden.shape[1] + s if hidden.ndim == 3 else np.full(1, end - 1)
                 result.logprobs[s] = self._scorer.score(hidden, where, np.asarray(sampled))

@@ -113,7 +113,7 @@ class Scheduler:
     def update(self, step: ScheduledStep, sampled: Sequence[Sequence[int]]) -> list[Request]:
         """Appends the sampled tokens of a finished step and returns the requests that got tokens or ended.
 
-        Tokens after a stop token are dropped, as are those of requests that ended while the step ran.
+        Tokens after a stop token are dropped, as are those of requests that ended while the step ran or are steered.
         """
         changed = []
         for row, tokens in zip(step.rows, sampled, strict=True):
@@ -123,7 +123,7 @@ class Scheduler:
             request.num_in_flight -= row.num_samples
             now = time.monotonic()
             request.metrics.first_token = request.metrics.first_token or now
-            reason = _append(request, tokens[: row.num_samples])
+            reason = None if request.is_steered else _append(request, tokens[: row.num_samples])
             if self.prefix_cache and request.status is Status.RUNNING:
                 self.prefix_cache.publish(request, request.num_known_tokens - 1)  # the last is not always written
             if reason:
@@ -195,7 +195,7 @@ class Scheduler:
     def _num_decode_steps(self) -> int:
         """Several steps in one dispatch when nobody waits, all rows decode and the pages suffice."""
         config, running = self.config, self.running
-        if self.waiting or not running or any(r.num_tokens_to_compute > 1 or r.needs_host_mask for r in running):
+        if self.waiting or not running or any(r.num_tokens_to_compute > 1 or r.waits_for_host for r in running):
             return 1
         steps = max(1, min(config.decode_steps, max(r.num_tokens_to_sample for r in running)))
         return steps if sum(self._missing_pages(r, steps) for r in running) <= self.pool.num_free else 1
@@ -209,7 +209,7 @@ class Scheduler:
         for request in list(self.running):
             if request.status is not Status.RUNNING or request.num_tokens_to_compute != 1:
                 continue
-            if request.num_tokens_to_sample < 1 or (request.needs_host_mask and request.num_in_flight):
+            if request.num_tokens_to_sample < 1 or (request.waits_for_host and request.num_in_flight):
                 continue  # its last tokens are on their way, or the host must see them first
             if self._grow(request, num_steps):
                 num_samples = min(num_steps, request.num_tokens_to_sample)

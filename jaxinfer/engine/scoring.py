@@ -28,6 +28,11 @@ class ScoredTokens:
     top_ids: np.ndarray  # i32[n, 20]
     top_logprobs: np.ndarray  # f32[n, 20]
 
+    @property
+    def candidates(self) -> tuple[list[int], list[float]]:
+        """The alternatives to the first of the tokens."""
+        return self.top_ids[0].tolist(), self.top_logprobs[0].tolist()
+
 
 class Scorer:
     """Scores tokens given the hidden states from which they are predicted."""

@@ -58,10 +58,10 @@ class Sequence:
             return None
         text, self._prefix = self._prefix + text, ""
         prompt_logprobs = list(request.prompt_logprobs) or [None] if is_first else None
-        metrics = request.metrics if request.finish_reason is not None else None
+        ends = request.finish_reason is not None
         return CompletionChunk(
             self.parent_id, self.index, text, new, logprobs, request.finish_reason, request.stop_reason,
-            prompt_logprobs, metrics,
+            prompt_logprobs, request.metrics if ends else None, self.cumulative_logprob if ends else None,
         )  # fmt: skip
 
     def output(self) -> CompletionOutput:
@@ -70,13 +70,21 @@ class Sequence:
         logprobs = list(request.logprobs) if request.params.logprobs is not None else None
         text = self._echo + self._detokenizer.text
         return CompletionOutput(
-            self.index, text, list(request.output_token_ids), logprobs, request.finish_reason, request.stop_reason
-        )
+            self.index, text, list(request.output_token_ids), logprobs, request.finish_reason, request.stop_reason,
+            self.cumulative_logprob,
+        )  # fmt: skip
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the log-probabilities of the output tokens, if they are scored."""
+        request = self.request
+        if not request.needs_logprobs:
+            return None
+        return sum(entry[token].logprob for token, entry in zip(request.output_token_ids, request.logprobs))
 
     def add_logprobs(self, scored: ScoredTokens, tokens: list[int]) -> None:
         """Adds the entries of sampled tokens."""
-        count = self.request.params.logprobs
-        assert count is not None
+        count = self.request.params.logprobs or 0
         self.request.logprobs += [self._entry(scored, i, token, count) for i, token in enumerate(tokens)]
 
     def add_prompt_logprobs(self, scored: ScoredTokens, start: int) -> None:

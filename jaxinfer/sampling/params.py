@@ -21,6 +21,8 @@ class SamplingParams:
 
     Attributes:
         n: Number of completions of the prompt.
+        best_of: Number of completions that are sampled, of which the `n` with the highest sum of log-probabilities are
+            returned; at least `n`. None is `n`.
         temperature: 0 is greedy; otherwise at least 1e-5.
         top_k: Keep the k most probable tokens; 0 or -1 keeps all.
         top_p: Keep the fewest most probable tokens with at least this mass; in (0, 1].
@@ -56,6 +58,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -89,6 +92,10 @@ class SamplingParams:
             raise ValueError(
                 f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature}; use 0"
             )
+        if self.best_of is not None:
+            put("best_of", checks.integer("best_of", self.best_of, self.n))
+            if self.best_of > self.n and not self.temperature:
+                raise ValueError("best_of needs a temperature above 0: greedy completions of a prompt are all the same")
         put("top_k", checks.integer("top_k", self.top_k, -1, 2**31 - 1))
         for name in ("top_p", "typical_p"):
             put(name, checks.real(name, getattr(self, name), 0, 1))
@@ -120,6 +127,11 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 put(name, checks.integer(name, getattr(self, name), 0, MAX_LOGPROBS))
+
+    @property
+    def num_completions(self) -> int:
+        """How many completions are generated."""
+        return self.best_of or self.n
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
