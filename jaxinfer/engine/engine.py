@@ -12,7 +12,7 @@ from jaxinfer.compile_cache import ProgramCache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.admission import fork_requests, make_requests
 from jaxinfer.engine.memory import free_memory, plan_pages
-from jaxinfer.engine.outputs import CompletionChunk, RequestOutput, best_completions
+from jaxinfer.engine.outputs import CompletionChunk, RequestOutput, most_probable
 from jaxinfer.engine.page_pool import PagePool
 from jaxinfer.engine.prefix_cache import PrefixStats
 from jaxinfer.engine.request import FinishReason, Request
@@ -248,10 +248,11 @@ class Engine:
             raise RuntimeError(f"request {request_id!r} has not finished")
         del self._groups[request_id]
         first = group[0].request
+        best = most_probable(group, first.params.n, lambda sequence: sequence.cumulative_logprob or 0.0)
         return RequestOutput(
             request_id, first.prompt, list(first.prompt_token_ids),
             first.prompt_logprobs if first.params.prompt_logprobs is not None else None,
-            best_completions([sequence.output() for sequence in group], first.params.n), first.metrics,
+            [sequence.output(i) for i, sequence in enumerate(best)], first.metrics,
         )  # fmt: skip
 
     @property

@@ -1,7 +1,7 @@
 """What users get back: whole outputs, and the chunks of a stream. Imports no jax."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxinfer.engine.request import FinishReason, RequestMetrics
 from jaxinfer.sampling.result import Logprob
@@ -59,17 +59,9 @@ class RequestOutput:
         return all(output.finish_reason is not None for output in self.outputs)
 
 
-def best_completions(completions: Sequence[CompletionOutput], n: int) -> list[CompletionOutput]:
-    """Returns the `n` most probable completions, the best first; if there are `n`, all of them as they are.
-
-    Args:
-        completions: of one prompt; more than `n` have their `cumulative_logprob`.
-        n: how many are wanted.
-    """
-    if len(completions) == n:
-        return list(completions)
-    best = sorted(completions, key=lambda completion: -(completion.cumulative_logprob or 0.0))[:n]
-    return [dataclasses.replace(completion, index=i) for i, completion in enumerate(best)]
+def most_probable[T](completions: Sequence[T], n: int, logprob: Callable[[T], float]) -> list[T]:
+    """Returns the `n` most probable completions of a prompt, the best first; if there are `n`, all as they are."""
+    return list(completions) if len(completions) == n else sorted(completions, key=logprob, reverse=True)[:n]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,13 +64,13 @@ class Sequence:
             prompt_logprobs, request.metrics if ends else None, self.cumulative_logprob if ends else None,
         )  # fmt: skip
 
-    def output(self) -> CompletionOutput:
-        """Returns the completion as it stands."""
+    def output(self, index: int) -> CompletionOutput:
+        """Returns the completion as it stands, under the index that it has among those that are returned."""
         request = self.request
         logprobs = list(request.logprobs) if request.params.logprobs is not None else None
         text = self._echo + self._detokenizer.text
         return CompletionOutput(
-            self.index, text, list(request.output_token_ids), logprobs, request.finish_reason, request.stop_reason,
+            index, text, list(request.output_token_ids), logprobs, request.finish_reason, request.stop_reason,
             self.cumulative_logprob,
         )  # fmt: skip
 

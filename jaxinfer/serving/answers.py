@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from jaxinfer.engine.outputs import CompletionChunk
+from jaxinfer.engine.outputs import CompletionChunk, most_probable
 from jaxinfer.serving.logprobs import CompletionLogprobs, chat_logprobs
 from jaxinfer.serving.prompts import Prompt
 from jaxinfer.tokenizer import Tokenizer
@@ -94,13 +94,16 @@ class CompletionAnswer(Answer):
 
     event_name = "text_completion"
 
-    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, logprobs: int | None, echo: bool):
-        """With `echo`, the prompt's text and log-probabilities come first."""
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, logprobs: int | None, echo: bool, n: int):
+        """With `echo`, the prompt's text and log-probabilities come first; the whole has the `n` best of a prompt."""
         super().__init__(request_id, model, tokenizer, logprobs)
         self.echo = echo
+        self.n = n
+        self._num_completions = n  # of a prompt, before the best are chosen
 
     def begin(self, prompts: Sequence[Prompt], n: int) -> list[dict[str, Any]]:
         """See `Answer`."""
+        self._num_completions = n
         self.choices = [
             {
                 "prompt": prompt,
@@ -108,6 +111,7 @@ class CompletionAnswer(Answer):
                 "logprobs": {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []},
                 "scores": CompletionLogprobs(self.tokenizer, self.logprobs or 0),
                 "finish_reason": None,
+                "cumulative_logprob": None,
             }
             for prompt in prompts
             for _ in range(n)
@@ -122,6 +126,7 @@ class CompletionAnswer(Answer):
             text = (self.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text) + text
         kept["text"].append(text)
         kept["finish_reason"] = chunk.finish_reason
+        kept["cumulative_logprob"] = chunk.cumulative_logprob
         scores = None
         if self.logprobs is not None:
             entries = [*(chunk.prompt_logprobs or []), *(chunk.logprobs or [])]
@@ -142,6 +147,14 @@ class CompletionAnswer(Answer):
                 "logprobs": None if self.logprobs is None else kept["logprobs"],
                 "finish_reason": kept["finish_reason"],
             }
-            for i, kept in enumerate(self.choices)
+            for i, kept in enumerate(self._best())
         ]
         return self._envelope("text_completion", choices=choices, usage=usage)
+
+    def _best(self) -> list[dict[str, Any]]:
+        """Returns the choices that the client gets."""
+        size = self._num_completions
+        groups = [self.choices[start : start + size] for start in range(0, len(self.choices), size)]
+        return [
+            choice for group in groups for choice in most_probable(group, self.n, lambda c: c["cumulative_logprob"])
+        ]

@@ -36,8 +36,13 @@ def sampling_params(body: CompletionBody | ChatBody, default: SamplingParams) ->
             raise ApiError(400, f"{name} must hold at most {MAX_STRINGS} strings, got {len(values[name])}", param=name)
     with naming_the_field(body):
         params = SamplingParams.from_dict(values)
-    if params.n > MAX_N:
-        raise ApiError(400, f"n must be at most {MAX_N}, got {params.n}", param="n")
+    for name, value in (("n", params.n), ("best_of", params.num_completions)):
+        if value > MAX_N:
+            raise ApiError(400, f"{name} must be at most {MAX_N}, got {value}", param=name)
+    if body.stream and params.num_completions > params.n:
+        raise ApiError(
+            400, "best_of cannot be streamed: the best completions are known when all have ended", param="best_of"
+        )
     return params
 
 
@@ -53,9 +58,10 @@ def naming_the_field(body: GenerationBody) -> Iterator[None]:
 
 
 def _completion_fields(body: CompletionBody) -> dict[str, Any]:
-    if body.logprobs is None:
-        return {}
-    return {"logprobs": body.logprobs} | ({"prompt_logprobs": body.logprobs} if body.echo else {})
+    fields: dict[str, Any] = {} if body.best_of is None else {"best_of": body.best_of}
+    if body.logprobs is not None:
+        fields |= {"logprobs": body.logprobs} | ({"prompt_logprobs": body.logprobs} if body.echo else {})
+    return fields
 
 
 def _chat_fields(body: ChatBody, given: dict[str, Any]) -> dict[str, Any]:

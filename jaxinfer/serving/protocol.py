@@ -133,6 +133,7 @@ class CompletionBody(GenerationBody):
     refused_fields: ClassVar[refused.Refused] = refused.COMPLETION
 
     prompt: Prompt
+    best_of: Integer = None
     echo: bool | None = None
     logprobs: Integer = None
 

@@ -12,6 +12,8 @@ from jaxinfer.serving.errors import ApiError
 type Refused = Mapping[str, tuple[str, tuple[Any, ...]]]  # name -> why, and the values that ask for nothing
 
 CHAT: Refused = {
+    "best_of": ("the best of several answers is chosen for completions, not for chats", ()),
+    "use_beam_search": ("beams are searched by the Python API alone: LLM.beam_search", (False,)),
     "tools": ("tool calls are not supported yet", ([],)),
     "tool_choice": ("tool calls are not supported yet", ("none",)),
     "parallel_tool_calls": ("tool calls are not supported yet", ()),
@@ -34,7 +36,7 @@ CHAT: Refused = {
 }
 COMPLETION: Refused = {
     "suffix": ("text cannot be inserted, only continued", ()),
-    "best_of": ("choosing the best of several completions is not supported; use n and logprobs", ()),
+    "use_beam_search": ("beams are searched by the Python API alone: LLM.beam_search", (False,)),
 }
 STREAM_OPTIONS: Refused = {"include_obfuscation": ("streams are not padded", (False,))}
 MESSAGE: Refused = {

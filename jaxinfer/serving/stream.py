@@ -42,7 +42,10 @@ class GenerationResponse(Response):
         self._tokenizer = frontend.model.tokenizer
         about = self.request_id, frontend.config.model_name, self._tokenizer, self.params.logprobs
         self.answer: Answer
-        self.answer = ChatAnswer(*about) if isinstance(body, ChatBody) else CompletionAnswer(*about, bool(body.echo))
+        if isinstance(body, ChatBody):
+            self.answer = ChatAnswer(*about)
+        else:
+            self.answer = CompletionAnswer(*about, bool(body.echo), self.params.n)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generates and sends until all is sent, the time is over or the client has gone."""
@@ -92,7 +95,8 @@ class GenerationResponse(Response):
     async def _parts(self, log: dict[str, Any]) -> AsyncGenerator[bytes]:
         """Yields the body: events, or all of it at once."""
         arrival = time.monotonic()
-        frontend, body, answer, n = self.frontend, self.body, self.answer, self.params.n
+        frontend, body, answer = self.frontend, self.body, self.answer
+        n = self.params.num_completions
         log |= {"id": self.request_id, "stream": bool(body.stream), "user": _user(body)}
         with frontend.admitted(n * num_prompts(body)):
             prompts = await asyncio.to_thread(self._prompts)  # long texts take their time

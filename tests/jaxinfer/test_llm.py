@@ -59,6 +59,11 @@ def test_stream_joins_to_the_text_of_generate(llm):
         assert [chunk.finish_reason for chunk in chunks].count(None) == len(chunks) - 1
 
 
+def test_the_best_of_several_can_not_be_streamed(llm):
+    with pytest.raises(ValueError, match="best_of cannot be streamed"):
+        llm.stream("hello", SamplingParams(best_of=2))
+
+
 def test_two_streams_and_a_generate_side_by_side(llm):
     wanted = texts(llm.generate(["hello", "there"], GREEDY))
     first, second = llm.stream("hello", GREEDY), llm.stream("there", GREEDY)

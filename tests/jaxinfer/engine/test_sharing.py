@@ -80,6 +80,23 @@ def test_n_samples_compute_their_prompt_once_and_are_those_of_their_seeds(model,
     assert stats.num_used_pages == 0
 
 
+def test_the_best_of_several_samples_are_those_of_the_highest_probability(engine, naive):
+    before = engine.stats()
+    engine.reset_prefix_cache()
+    alone = [naive.run(PROMPT, dataclasses.replace(SAMPLED, seed=5 + i)) for i in range(4)]
+    totals = [sum(float(s[t]) for t, s in zip(output, scores)) for output, _, scores in alone]
+    best = sorted(range(4), key=lambda i: -totals[i])[:2]
+    assert best != [0, 1]
+    for logprobs in (None, 1):
+        output = serve(engine, PROMPT, dataclasses.replace(SAMPLED, n=2, best_of=4, logprobs=logprobs))
+        assert tokens(output) == [alone[i][0] for i in best]
+        assert [c.cumulative_logprob for c in output.outputs] == pytest.approx([totals[i] for i in best], abs=1e-3)
+        assert [c.index for c in output.outputs] == [0, 1]
+        assert all((c.logprobs is None) == (logprobs is None) for c in output.outputs)
+    computed = engine.stats().num_prefill_tokens - before.num_prefill_tokens
+    assert computed == len(PROMPT) + 3 + (len(PROMPT) - 20) + 3  # the prompt once, then its last page
+
+
 @pytest.mark.slow
 def test_n_samples_with_logprobs_in_a_pool_for_one(model, naive):
     """Sources are preempted before and after their forks have started."""
@@ -141,8 +158,9 @@ def test_a_fork_has_logprobs_of_the_common_tokens(engine):
         (("a", "c", dataclasses.replace(GREEDY, logprobs=1)), "its tokens so far have none"),
         (("a", "c", dataclasses.replace(GREEDY, max_tokens=1)), r"counts its source's \d output tokens: give more"),
         (("a", "c", {"n": 2}), "params must be SamplingParams"),
+        (("a", "c", dataclasses.replace(SAMPLED, best_of=2)), "best_of chooses among completions that begin together"),
     ],
-    ids=["id in use", "unknown", "ended", "prompt_logprobs", "logprobs", "max_tokens", "no params"],
+    ids=["id in use", "unknown", "ended", "prompt_logprobs", "logprobs", "max_tokens", "no params", "best_of"],
 )
 def test_forks_that_are_refused(engine, arguments, message):
     engine.add_request("done", PROMPT, dataclasses.replace(GREEDY, max_tokens=1))

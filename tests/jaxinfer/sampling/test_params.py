@@ -94,7 +94,7 @@ def test_no_limit_allows_any_min_tokens():
 def test_from_dict():
     params = SamplingParams.from_dict({"temperature": 0, "logit_bias": {"7": 2}})
     assert params == SamplingParams(temperature=0, logit_bias={7: 2})
-    with pytest.raises(ValueError, match=r"'temprature'; did you mean 'temperature'.*valid names: n, temperature"):
+    with pytest.raises(ValueError, match=r"'temprature'; did you mean 'temperature'.*valid names: n, best_of"):
         SamplingParams.from_dict({"temprature": 1})
 
 

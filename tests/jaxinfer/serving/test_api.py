@@ -86,6 +86,23 @@ def test_n_completions_of_several_prompts_are_numbered_prompt_by_prompt(client, 
     assert len(set(wanted)) > 2
 
 
+def test_the_best_of_several_completions(client, http, offline):
+    prompts, options = ["hello", "once upon"], {"n": 2, "seed": 5, "temperature": 1.0, "max_tokens": 6}
+    answer = client.completions.create(model="tiny", prompt=prompts, best_of=4, **options, extra_body=ON)
+    wanted = [output.text for prompt in prompts for output in offline(prompt, **options | {"best_of": 4}).outputs]
+    assert [choice.text for choice in answer.choices] == wanted
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.completion_tokens == 2 * 4 * 6  # those that are not returned have been paid for too
+    for more, message in (
+        ({"best_of": 1}, "best_of must be at least 2, got 1"),
+        ({"best_of": 3, "stream": True}, "best_of cannot be streamed"),
+        ({"best_of": 129}, "best_of must be at most 128, got 129"),
+        ({"best_of": 3, "temperature": 0}, "best_of needs a temperature above 0"),
+    ):
+        error = error_of(http.post("/v1/completions", json={"prompt": "x"} | options | more), 400)
+        assert (error["param"], message in error["message"]) == ("best_of", True)
+
+
 def test_every_sampling_field_reaches_the_engine(client, offline):
     ours = {
         "top_k": 30, "min_p": 0.01, "typical_p": 0.95, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True,
