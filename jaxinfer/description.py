@@ -46,6 +46,20 @@ def describe(path: Path) -> Description:
         return _describe(path, "safetensors", config, _types(source), Tokenizer.from_directory(path))
 
 
+def read_config(path: Path) -> ModelConfig:
+    """Returns the configuration alone, of what `describe` reads or of a Hugging Face config.json.
+
+    Raises:
+        ValueError: see `load`.
+    """
+    if path.is_file() and path.suffix != ".json":
+        with GGUFFile(path) as file:
+            return read_gguf_config(file)
+    if orbax_io.is_checkpoint(path):
+        return read_orbax_config(path)[0]
+    return read_hf_config(path)
+
+
 def _types(source: TensorSource) -> Mapping[str, int]:
     return dict(Counter(source.spec(name).dtype for name in source.names()).most_common())
 

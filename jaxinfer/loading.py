@@ -174,8 +174,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
 
 
 def read_hf_config(path: Path) -> ModelConfig:
-    """Returns the configuration of a Hugging Face directory."""
-    return config_from_hf(_read_json(path / "config.json"))
+    """Returns the configuration of a Hugging Face directory, or of its config.json."""
+    return config_from_hf(_read_json(path if path.suffix == ".json" else path / "config.json"))
 
 
 def read_orbax_config(path: Path) -> tuple[ModelConfig, SamplingParams]:

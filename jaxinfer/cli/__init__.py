@@ -12,6 +12,7 @@ from jaxinfer.cli.compile_check import compile_check
 from jaxinfer.cli.info import info
 from jaxinfer.cli.options import Settings, debug_option
 from jaxinfer.cli.output import error
+from jaxinfer.cli.plan import plan
 from jaxinfer.cli.pull import pull
 from jaxinfer.cli.run import run
 from jaxinfer.cli.serve import serve
@@ -26,7 +27,7 @@ def app() -> None:
     """LLM inference in pure-functional JAX."""
 
 
-for command in (run, chat, serve, pull, info, bench, compile_check):
+for command in (run, chat, serve, pull, info, plan, bench, compile_check):
     app.add_command(debug_option(command))
 
 

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jaxinfer.cli.options import find_config
+
 if TYPE_CHECKING:
     from jaxinfer.config import ModelConfig
 
@@ -65,18 +67,7 @@ def compile_check(
 def _config(model: str, layers: int | None) -> "ModelConfig":
     import dataclasses
 
-    from jaxinfer.compile_check.model_shapes import MODEL_SHAPES
-
-    if model in MODEL_SHAPES:
-        config = MODEL_SHAPES[model]
-    else:
-        from jaxinfer.cli.options import find_model
-        from jaxinfer.description import describe
-
-        try:
-            config = describe(find_model(model)).config
-        except ValueError as error:
-            raise ValueError(f"{error}\nshapes without weights: {', '.join(MODEL_SHAPES)}") from error
+    config, _ = find_config(model)
     if layers is None:
         return config
     if not 1 <= layers <= config.num_layers:

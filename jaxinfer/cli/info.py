@@ -8,6 +8,7 @@ import click
 
 from jaxinfer.cli.compile_check import TARGETS
 from jaxinfer.cli.options import find_model
+from jaxinfer.cli.sizes import format_size
 from jaxinfer.kv_spec import KVSpec
 
 if TYPE_CHECKING:
@@ -17,19 +18,14 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--memory", help="Show how many tokens fit in so much memory beside the weights, such as 24GB.")
 @click.option("--kv", "kv_dtype", help="Precision of keys and values to count with; by default that of the weights.")
 @click.option("--kernels", is_flag=True, help="Show which kernels run on this machine, and why the others do not.")
 @click.option("--target", type=click.Choice(TARGETS), help="With --kernels: for this device instead of this machine's.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def info(
-    model: str | None, memory: str | None, kv_dtype: str | None, kernels: bool, target: str | None, as_json: bool
-) -> None:
+def info(model: str | None, kv_dtype: str | None, kernels: bool, target: str | None, as_json: bool) -> None:
     """Show shape, precision, context and memory of MODEL, or with --kernels what runs on this machine."""
     if target is not None and not kernels:
         raise click.UsageError("--target says for which device --kernels answers; give both")
-    if memory is not None and model is None:
-        raise click.UsageError("--memory is counted beside a model's weights; give a MODEL")
     if kv_dtype is not None and model is None:
         raise click.UsageError("--kv is counted for a model's cache; give a MODEL")
     if model is None and not kernels:
@@ -37,11 +33,10 @@ def info(
     if model is not None and kernels and as_json:
         raise click.UsageError("--json prints one thing: the MODEL or --kernels")
     if model is not None:
-        budget = None if memory is None else _bytes(memory)
         path = find_model(model)
         from jaxinfer.description import describe
 
-        rows = _rows(describe(path), kv_dtype or "auto", budget)
+        rows = _rows(describe(path), kv_dtype or "auto")
         if as_json:
             click.echo(json.dumps(dict(rows), indent=2))
         else:
@@ -53,18 +48,18 @@ def info(
         show_kernels(target, as_json)
 
 
-def _rows(d: "Description", kv_dtype: str, budget: int | None) -> list[tuple[str, str]]:
+def _rows(d: "Description", kv_dtype: str) -> list[tuple[str, str]]:
     c = d.config
-    kvs = {bits: KVSpec.parse(kv_dtype, dtype) for bits, dtype in ((16, "bfloat16"), (32, "float32"))}  # by weights
+    kvs = dict.fromkeys(KVSpec.parse(kv_dtype, dtype) for dtype in ("bfloat16", "float32"))
     windows = {window for window in c.layer_windows if window is not None}
     windowed = sum(window is not None for window in c.layer_windows)
-    rows = [
+    return [
         ("path", str(d.path)),
         ("format", d.format),
         ("family", c.family),
         ("parameters", f"{c.num_parameters:,}"),
         ("stored as", ", ".join(f"{count} x {kind}" for kind, count in d.stored_types.items())),
-        ("size on disk", _size(d.num_bytes)),
+        ("size on disk", format_size(d.num_bytes)),
         ("layers", str(c.num_layers)),
         ("hidden, MLP", f"{c.hidden_size}, {c.intermediate_size}"),
         ("heads, KV heads", f"{c.num_heads}, {c.num_kv_heads} of size {c.head_dim}"),
@@ -80,18 +75,9 @@ def _rows(d: "Description", kv_dtype: str, budget: int | None) -> list[tuple[str
         ("ends with", ", ".join(d.eos_tokens) or "nothing"),
         (
             "KV cache",
-            ", ".join(f"{_size(kv.bytes_per_token(c))} a token in {kv}" for kv in dict.fromkeys(kvs.values())),
+            ", ".join(f"{format_size(kv.bytes_per_token(c))} a token in {kv}" for kv in kvs),
         ),
     ]
-    if budget is not None:
-        for bits, kv in kvs.items():
-            itemsize = bits // 8
-            tokens = (budget - c.num_parameters * itemsize) // kv.bytes_per_token(c)
-            text = (
-                f"{tokens:,} tokens" if tokens > 0 else f"the weights alone take {_size(c.num_parameters * itemsize)}"
-            )
-            rows.append((f"fits in {bits} bits", text))
-    return rows
 
 
 def _scaling(scaling: "RopeScaling | None") -> str:
@@ -112,20 +98,3 @@ def _tokenizer_kind(path: Path) -> str:
         return f"{kind}, pre-tokenizer {pre}" if pre else str(kind)
     stored = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
     return str(stored["model"].get("type", "unknown"))
-
-
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.1f} {unit}"
-    return f"{num_bytes} B"
-
-
-def _bytes(text: str) -> int:
-    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-    digits = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz ")
-    unit = text.strip().lower()[len(digits) :].strip()
-    try:
-        return int(float(digits) * units[unit])
-    except (ValueError, KeyError):
-        raise ValueError(f"memory must be a number with a unit such as 24GB or 16GiB, got {text!r}") from None

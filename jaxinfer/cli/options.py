@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from jaxinfer.config import ModelConfig
     from jaxinfer.llm import LLM
     from jaxinfer.sampling.params import SamplingParams
 
@@ -36,16 +37,20 @@ debug_option = click.option(
     "--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Show the traceback of an error."
 )
 
-_WEIGHTS = (
+_STORED = (
     click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
                  help="Precision; by default float32 on CPU, bfloat16 elsewhere."),
     click.option("--quantize", type=click.Choice(["none", "int8", "int4"]),
                  help="Pack the weights in 8 or 4 bits; by default as the file has them, expanded with none."),
+    click.option("--kv", "kv_dtype", default="auto", show_default=True,
+                 help="Precision of keys and values, such as int8, float8, bfloat16; or of each, as int8,bfloat16."),
+)  # fmt: skip
+
+_WEIGHTS = (
+    *_STORED,
     click.option("--activations", type=click.Choice(["float32", "int16", "int8"]),
                  help="What packed weights are multiplied with; by default floats as they are. "
                       "int16 and int8 round them: faster, less exact."),
-    click.option("--kv", "kv_dtype", default="auto", show_default=True,
-                 help="Precision of keys and values, such as int8, float8, bfloat16; or of each, as int8,bfloat16."),
 )  # fmt: skip
 
 _MODEL = (
@@ -83,6 +88,11 @@ def weight_options(command: Command) -> Command:
     return _apply(command, _WEIGHTS)
 
 
+def storage_options(command: Command) -> Command:
+    """Adds the options that choose how weights, keys and values are stored."""
+    return _apply(command, _STORED)
+
+
 def sampling_options(command: Command) -> Command:
     """Adds the options of `SamplingParams`; they arrive as keyword arguments, None where not given."""
     return _apply(command, _SAMPLING)
@@ -112,6 +122,31 @@ def find_model(model: str) -> Path:
 
     with byte_progress(f"Downloading {model}") as progress:
         return resolve(model, progress=progress)
+
+
+def find_config(model: str) -> tuple["ModelConfig", Path | None]:
+    """Returns the shape of a model, whose weights need not be there, and its file if that is a GGUF file.
+
+    Args:
+        model: what `find_model` accepts, a config.json, or a key of `MODEL_SHAPES`.
+
+    Raises:
+        ValueError: there is no such model; the message lists the shapes.
+    """
+    from jaxinfer.compile_check.model_shapes import MODEL_SHAPES
+
+    if model in MODEL_SHAPES and not Path(model).exists():
+        from checkpoints.wheels import KNOWN_MODELS
+
+        if model not in KNOWN_MODELS:
+            return MODEL_SHAPES[model], None
+    try:
+        path = find_model(model)
+    except ValueError as error:
+        raise ValueError(f"{error}\nshapes without weights: {', '.join(MODEL_SHAPES)}") from error
+    from jaxinfer.description import read_config
+
+    return read_config(path), path if path.is_file() and path.suffix != ".json" else None
 
 
 def make_llm(

@@ -1,4 +1,4 @@
-"""Shapes of well-known models, for compile checks without their files. Imports no jax.
+"""Shapes of well-known models, for plans and compile checks without their files. Imports no jax.
 
 From the models' config.json on their pages; only what decides shapes and work.
 """
@@ -19,6 +19,8 @@ def _qwen3(D: int, F: int, layers: int, heads: int, tied: bool = False) -> Model
 
 
 MODEL_SHAPES = {
+    "llama-2-7b": ModelConfig("llama", 32000, 4096, 11008, 32, 32, 32, 128, 4096, 1e-5, 1e4),
+    "llama-2-70b": ModelConfig("llama", 32000, 8192, 28672, 80, 64, 8, 128, 4096, 1e-5, 1e4),
     "llama-3-8b": _llama3(4096, 14336, 32, 32),
     "llama-3-70b": _llama3(8192, 28672, 80, 64),
     "llama-3-405b": _llama3(16384, 53248, 126, 128),

@@ -22,8 +22,9 @@ _ROUNDED = {"int8": {"bits": 8, "group": None}, "int4": {"bits": 4, "group": 32}
 
 
 def packed_plan(
-    plan: Mapping[str, Target], source: TensorSource, abstract: Mapping[str, jax.ShapeDtypeStruct], quantize: str | None
-) -> dict[str, Target]:
+    plan: Mapping[str, Target], source: TensorSource, abstract: Mapping[str, jax.ShapeDtypeStruct],
+    quantize: str | None, layout: Layout | None = None,
+) -> dict[str, Target]:  # fmt: skip
     """Returns the loading plan with every matrix packed that is to be.
 
     Args:
@@ -33,12 +34,13 @@ def packed_plan(
         quantize: "int8" (one scale an output) or "int4" (a scale and an offset for 32 inputs) rounds every matrix; None
             keeps GGUF's packed types as they are, and rounds those that have no kernel to 8 bits in groups of 32; on a
             CPU without C++ kernels it keeps nothing packed.
+        layout: of another device than the default one, for which packing pays.
     """
-    if quantize is None and not packing_pays():
+    if quantize is None and layout is None and not packing_pays():
         if isinstance(source, GGUFFile) and any(source.is_packed(name) for name in source.names()):
             log.warning("packed weights are expanded: without C++ kernels they would be slower (quantize keeps them)")
         return dict(plan)
-    layout, names = current_layout(), set(source.names())
+    layout, names = layout or current_layout(), set(source.names())
     result, converted, left = dict(plan), Counter[str](), Counter[str]()
     for name, target in plan.items():
         if name not in names:
