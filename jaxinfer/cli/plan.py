@@ -130,7 +130,7 @@ class _Planner:
 
         from checkpoints.gguf_io import GGUFFile
         from jaxinfer.quantization.layouts import Layout
-        from jaxinfer.quantization.sizes import weight_bytes
+        from jaxinfer.model.weight_sizes import weight_bytes
 
         layout = Layout.CPU if self._cpu else Layout.PLANES
         with GGUFFile(self._gguf) if self._gguf else contextlib.nullcontext() as file:
