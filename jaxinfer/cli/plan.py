@@ -129,8 +129,8 @@ class _Planner:
         import jax.numpy as jnp
 
         from checkpoints.gguf_io import GGUFFile
-        from jaxinfer.quantization.layouts import Layout
         from jaxinfer.model.weight_sizes import weight_bytes
+        from jaxinfer.quantization.layouts import Layout
 
         layout = Layout.CPU if self._cpu else Layout.PLANES
         with GGUFFile(self._gguf) if self._gguf else contextlib.nullcontext() as file:

@@ -4,8 +4,8 @@ import pytest
 
 from checkpoints.gguf_io import GGUFFile
 from jaxinfer.loading import load, read_gguf_config
-from jaxinfer.quantization.layouts import Layout, current_layout
 from jaxinfer.model.weight_sizes import weight_bytes
+from jaxinfer.quantization.layouts import Layout, current_layout
 
 GGUF = "tests/golden/models/llama-tied/model.gguf"
 DIRECTORY = "tests/golden/models/tiny-chat"
