@@ -11,6 +11,7 @@ from jaxinfer.beam_search import run_beam_search
 from jaxinfer.llm import LLM
 from jaxinfer.sampling.beam import BeamSearchParams
 from jaxinfer.sampling.params import SamplingParams
+from tests.beams import exhaustive
 from tests.jaxinfer.conftest import MAX_LEN
 
 PROMPTS = [np.random.default_rng(seed).integers(3, 320, n).tolist() for seed, n in ((1, 11), (2, 22), (3, 5))]
@@ -23,26 +24,14 @@ def beams(model):
     return LLM(model, compile_cache=False, **OPTIONS)
 
 
-def exhaustive(naive, prompt, params, stops):
-    """Beam search as it is defined, over all W * V continuations of a step; returns (tokens, log-probability)."""
-    W, penalty = params.beam_width, params.length_penalty
-    running, finished = [([], 0.0)], []
-    for length in range(1, params.max_tokens + 1):
-        every = []
-        for tokens, total in running:
-            _, _, [logprobs] = naive.run(prompt + tokens, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
-            every += [(total + float(logprobs[token]), [*tokens, token]) for token in range(len(logprobs))]
-        every.sort(key=lambda one: -one[0])
-        ends = [length == params.max_tokens or tokens[-1] in stops for _, tokens in every]
-        finished += [(total / length**penalty, total, tokens) for (total, tokens), end in zip(every[:W], ends) if end]
-        finished = sorted(finished, key=lambda one: -one[0])[:W]
-        running = [(tokens, total) for (total, tokens), end in zip(every, ends) if not end][:W]
-        if not running or (len(finished) == W and params.early_stopping is True):
-            break
-        far = params.max_tokens if params.early_stopping == "never" and penalty > 0 else length
-        if len(finished) == W and running[0][1] / far**penalty <= finished[-1][0]:
-            break
-    return [(tokens, total) for _, total, tokens in finished]
+def naive_logprobs(naive, prompt):
+    """What the naive loop says of the token after `prompt` and `tokens`."""
+
+    def logprobs(tokens):
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        return naive.run([*prompt, *tokens], params)[2][0]
+
+    return logprobs
 
 
 def check(output, wanted):
@@ -66,12 +55,12 @@ def test_equals_an_exhaustive_search(beams, naive, case):
     outputs = beams.beam_search(PROMPTS, params)
     if case != "early":
         for prompt, output in zip(PROMPTS, outputs):
-            check(output, exhaustive(naive, prompt, params, stops))
+            check(output, exhaustive(naive_logprobs(naive, prompt), params, stops))
     found = [completion.token_ids[-4:][i % 4] for output in outputs for i, completion in enumerate(output.outputs)]
     params = dataclasses.replace(params, stop_token_ids=found)
     ended = 0
     for prompt, output in zip(PROMPTS, beams.beam_search(PROMPTS, params)):
-        check(output, exhaustive(naive, prompt, params, stops | set(found)))
+        check(output, exhaustive(naive_logprobs(naive, prompt), params, stops | set(found)))
         for completion in output.outputs:
             stopped = completion.token_ids[-1] in found
             assert completion.finish_reason == ("stop" if stopped else "length")
