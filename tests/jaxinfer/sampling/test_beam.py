@@ -40,3 +40,14 @@ def test_equals_an_exhaustive_search(width, max_tokens, penalty, early, stops, s
     wanted = exhaustive(logprobs, params, stops)
     assert [beam.token_ids for beam in search.finished] == [tokens for tokens, _ in wanted]
     assert [beam.logprob for beam in search.finished] == pytest.approx([total for _, total in wanted])
+
+
+@pytest.mark.parametrize(("early", "found"), [(True, [0]), (False, [0]), ("never", [1, 1, 1, 1])])
+def test_never_waits_for_what_a_long_continuation_could_still_score(early, found):
+    """Token 0 ends at once with -0.5; token 1 begins with -1 and is then certain: -1 / 4**2 is better in the end."""
+    params = BeamSearchParams(beam_width=1, max_tokens=4, length_penalty=2.0, early_stopping=early)
+    search = BeamSearch(params, 4, frozenset([0]))
+    search.advance([([0, 1], [-0.5, -1.0])])
+    while not search.is_done:
+        search.advance([([1, 0], [0.0, -50.0])])
+    assert [beam.token_ids for beam in search.finished] == [found]
