@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-
 NEVER = 2**31 - 1  # a position that no token has
 
 

@@ -16,8 +16,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.model.batch import NEVER, TokenBatch
-from jaxinfer.model.kv_cache import KeyLog
 from jaxinfer.model.key_mass import add_key_mass
+from jaxinfer.model.kv_cache import KeyLog
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import Schedule, make_schedule, ragged_paged_attention
 from pallas_kernels.pages import Pages
