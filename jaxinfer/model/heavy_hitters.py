@@ -152,7 +152,7 @@ def _victims(log: KeyLog, batch: TokenBatch, plan: H2OPlan) -> Int[Array, "K R"]
         index = lax.dynamic_slice_in_dim(pages, i * count, count, axis=1)
         mass, positions = (x[:, index].reshape(K, R, -1) for x in (log.mass, log.positions))
         offset = jnp.arange(count * page_size, dtype=jnp.int32)
-        is_held = plan.evicts[:, None] & (i * count * page_size + offset < budget[:R, None])
+        is_held = plan.evicts[:, None] & ((i * count * page_size + offset)[None] < budget[:R, None])
         may_go = is_held[None] & (positions <= plan.newest[None, :, None])
         mass, positions = jnp.where(may_go, mass, jnp.inf), jnp.where(may_go, positions, NEVER)
         least = jnp.min(mass, axis=2)
