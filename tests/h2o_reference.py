@@ -58,9 +58,7 @@ class H2OReference:
         for i, heads in enumerate(layers):
             w = p[f"layers_{i}"]
             y = self.norm(x, w["attention_norm"])
-            q, k, v = (
-                (w["attention"][name]["weight"] @ y).reshape(-1, c.head_dim) for name in "qkv"
-            )
+            q, k, v = ((w["attention"][name]["weight"] @ y).reshape(-1, c.head_dim) for name in "qkv")
             q, k = self.rotate(q, t), self.rotate(k, t)
             out = []
             for j, head in enumerate(heads):

@@ -20,17 +20,20 @@ class Compaction:
     h2o: H2O
 
 
-def compact(request: Request, pool: PagePool) -> Compaction | None:
-    """Frees the pages that a running request needs no more, if its prompt has been computed and exceeds its budget."""
+def compact(request: Request, pool: PagePool) -> list[Compaction]:
+    """Frees the pages that a request needs no more, if its prompt has been computed and exceeds its budget.
+
+    Returns what the device must do before the step of which the request's next token is a part.
+    """
     h2o, count = request.params.h2o, request.num_prompt_tokens
     if h2o is None or not request.needs_compaction or request.num_computed_tokens < count:
-        return None
+        return []
     done = Compaction(tuple(request.pages), count, h2o)
     kept = pool.pages_for(h2o.budget)
     pool.free(request.pages[kept:])
     del request.pages[kept:]
     request.is_compacted = True
-    return done
+    return [done]
 
 
 def check_compaction(request: Request, pool: PagePool) -> None:

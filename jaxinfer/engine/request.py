@@ -125,7 +125,9 @@ class Request:
     def num_places(self, num_tokens: int) -> int:
         """Returns how many places in pages the first `num_tokens` tokens take."""
         h2o = self.params.h2o
-        return num_tokens if h2o is None or num_tokens <= self.num_exact_tokens else h2o.budget
+        if h2o is None or num_tokens <= (h2o.budget if self.is_compacted else self.num_exact_tokens):
+            return num_tokens
+        return h2o.budget
 
     @property
     def needs_compaction(self) -> bool:

@@ -98,13 +98,14 @@ class Scheduler:
         it loses its pages and is computed again later.
         """
         self._queue_forks()
-        compactions = [done for request in self.running if (done := compact(request, self.pool))]
+        compactions: list[Compaction] = []
         num_steps = self._num_decode_steps()
-        decode_rows = self._schedule_decodes(num_steps)
+        decode_rows = self._schedule_decodes(num_steps, compactions)
         budget = self.config.max_num_batched_tokens - len(decode_rows)
         chunks: list[ScheduledRow] = []
         for request in self.running:
             if request.num_tokens_to_compute > 1 and budget > 0:
+                compactions += compact(request, self.pool)
                 chunks.append(self._schedule_chunk(request, budget))
                 budget -= chunks[-1].num_tokens
         admitted, copies = [], []
@@ -205,23 +206,26 @@ class Scheduler:
         config, running = self.config, self.running
         if self.waiting or not running:
             return 1
-        if any(r.num_tokens_to_compute > 1 or r.needs_host_mask or r.needs_compaction for r in running):
+        if any(r.num_tokens_to_compute > 1 or r.needs_host_mask for r in running):
             return 1
+        if any(r.needs_compaction and r.num_computed_tokens < r.num_prompt_tokens for r in running):
+            return 1  # it comes after the prompt's last token
         steps = max(1, min(config.decode_steps, max(r.num_tokens_to_sample for r in running)))
-        return steps if sum(self._missing_pages(r, steps) for r in running) <= self.pool.num_free else 1
+        return steps if sum(max(0, self._missing_pages(r, steps)) for r in running) <= self.pool.num_free else 1
 
     def _missing_pages(self, request: Request, num_steps: int) -> int:
         ahead = max(1, min(num_steps, request.num_tokens_to_sample))
         places = request.num_places(request.num_computed_tokens + ahead)
         return self.pool.pages_for(places) - len(request.pages)
 
-    def _schedule_decodes(self, num_steps: int) -> list[ScheduledRow]:
+    def _schedule_decodes(self, num_steps: int, compactions: list[Compaction]) -> list[ScheduledRow]:
         rows = []
         for request in list(self.running):
             if request.status is not Status.RUNNING or request.num_tokens_to_compute != 1:
                 continue
             if request.num_tokens_to_sample < 1 or (request.needs_host_mask and request.num_in_flight):
                 continue  # its last tokens are on their way, or the host must see them first
+            compactions += compact(request, self.pool)
             if self._grow(request, num_steps):
                 num_samples = min(num_steps, request.num_tokens_to_sample)
                 rows.append(ScheduledRow(request, request.num_computed_tokens, 1, num_samples))
