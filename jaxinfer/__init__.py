@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxinfer.generation import GenerateOutput, generate
     from jaxinfer.llm import LLM
     from jaxinfer.loading import Model, load
+    from jaxinfer.sampling.h2o import H2O
     from jaxinfer.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "jaxinfer.llm",
     "SamplingParams": "jaxinfer.sampling.params",
+    "H2O": "jaxinfer.sampling.h2o",
     "EngineConfig": "jaxinfer.config",
     "ModelConfig": "jaxinfer.config",
     "Model": "jaxinfer.loading",
@@ -36,6 +38,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "H2O",
     "LLM",
     "AsyncEngine",
     "CompletionChunk",

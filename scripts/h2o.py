@@ -2,8 +2,8 @@
 
 python scripts/h2o.py --passages 8 --context 1536 --continuation 256 --json out.json
 
-Every passage is a request whose prompt is the context and whose answer is known: the engine replays it token by token, as
-after a preemption, under the budget. What is compared are the next-token distributions of the continuation.
+Every passage is a request whose prompt is the context and whose answer is known: the engine replays it token by token,
+as after a preemption, under the budget. What is compared are the next-token distributions of the continuation.
 """
 
 import argparse
@@ -88,8 +88,8 @@ def table(rows: list[Row], context: int) -> str:
     for row in rows:
         a = row.accuracy
         lines.append(
-            f"| {row.name} | {row.tokens or context} | {row.pages} | {a.perplexity:.2f} | {100 * a.perplexity_change:+.1f} % "
-            f"| {100 * a.top1:.1f} % | {a.kl:.4f} |"
+            f"| {row.name} | {row.tokens or context} | {row.pages} | {a.perplexity:.2f} "
+            f"| {100 * a.perplexity_change:+.1f} % | {100 * a.top1:.1f} % | {a.kl:.4f} |"
         )
     return "\n".join(lines)
 

@@ -43,7 +43,7 @@ def run(
         import jaxinfer.llm  # noqa: F401  (the import is timed by itself)
 
         watch.lap("import")
-        llm = make_llm(path, dtype, quantize, activations, kv_dtype, max_model_len)
+        llm = make_llm(path, dtype, quantize, activations, kv_dtype, max_model_len, sampling["h2o"] is not None)
         watch.lap("load")
         params = make_sampling_params(llm.model.default_sampling_params, sampling)
         use_template = llm.tokenizer.chat_template is not None and not raw
@@ -55,7 +55,7 @@ def run(
             messages = [{"role": "system", "content": system}] if system is not None else []
             text = llm.tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}])
         stream = llm.stream(text, params)  # refuses a bad prompt before anything is compiled
-        prepare(llm, text)
+        prepare(llm, text, params)
         programs = llm.stats().compile
         watch.lap("programs", f"{programs.num_compiled} compiled, {programs.num_loaded} from the cache")
     finish_reason = None

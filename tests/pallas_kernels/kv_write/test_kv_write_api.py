@@ -106,6 +106,19 @@ def test_refuses(k, v, change, message):
         write_kv(**(arguments | change))
 
 
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_every_head_may_have_a_slot_of_its_own(k, v, kind):
+    slots = jnp.stack([jnp.arange(4, 10), jnp.arange(12, 6, -1)]).astype(jnp.int32)
+    pages = _pages() if kind == "float32" else quantize(_pages())
+    both = write_kv(pages, pages, k, v, slots)
+    for head in range(K):
+        wanted = write_kv(pages, pages, k, v, slots[head])
+        for found, one in zip(jax.tree.leaves(both), jax.tree.leaves(wanted)):
+            np.testing.assert_array_equal(found[head, 1:], one[head, 1:])
+    with pytest.raises(NotImplementedError, match="cpu: a slot for each head"):
+        write_kv(pages, pages, k, v, slots, implementation="cpu")
+
+
 def test_full_pages_must_fit():
     empty = quantize(jnp.zeros((K, P, PAGE_SIZE, H)), 4, "channel")
     with pytest.raises(ValueError, match=r"values must have shape \[K=2, C, page_size=4, H=8\]"):
