@@ -92,7 +92,7 @@ def test_writes_full_pages_with_any_scale(axis, rng):
         ({"v": jnp.zeros((5, K, H))}, r"k and v must have one shape, got \(6, 2, 8\) and \(5, 2, 8\)"),
         ({"v_pages": jnp.zeros((K, 9, PAGE_SIZE, H))}, "k_pages and v_pages must have one shape"),
         ({"v_pages": jnp.zeros((9, PAGE_SIZE, H))}, r"v_pages must have shape \[K, P, page_size, H\]"),
-        ({"slot_mapping": jnp.arange(5)}, r"slot_mapping must have shape \[T=6\], got \(5,\)"),
+        ({"slot_mapping": jnp.arange(5)}, r"slot_mapping must have shape \[T=6\] or \[K=2, T=6\], got \(5,\)"),
         ({"rope": (jnp.zeros((6, 5)), jnp.zeros((6, 5)))}, r"cos must have shape \[T=6, rotary / 2 <= 4\]"),
         ({"rope": (jnp.zeros((6, 4)), jnp.zeros((6, 3)))}, "sin must have shape"),
         ({"rope": (jnp.zeros((6, 4), jnp.bfloat16),) * 2}, "cos must be float32, got bfloat16"),
