@@ -143,7 +143,7 @@ def prepare(llm: "LLM", prompt: str, params: "SamplingParams") -> None:
     from jaxinfer.cli.progress import spinner
 
     with spinner("Compiling (kept for the next time)"):
-        llm.engine.prepare(len(llm.tokenizer.encode(prompt)), h2o=params.h2o is not None)
+        llm.engine.prepare(len(llm.tokenizer.encode(prompt)), params)
 
 
 def _budget(text: str | None) -> Any:

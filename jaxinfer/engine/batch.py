@@ -27,6 +27,8 @@ class BatchShape:
     """Static sizes of a step; every distinct value is compiled once.
 
     `is_decode`: one token a row and a loop over several steps, instead of one ragged step.
+    `takes_best`: every row takes its most probable token. The sampler, half of what there is to compile of a small
+    model, is left out.
     `h2o`: for some of the rows, the attention that their keys receive is counted.
     """
 
@@ -34,6 +36,7 @@ class BatchShape:
     num_rows: int  # S
     pages_per_row: int  # M
     is_decode: bool
+    takes_best: bool = False
     h2o: bool = False
 
     def ints(self) -> dict[str, tuple[int, ...]]:
@@ -116,7 +119,7 @@ class Buckets:
         )
 
     def all(self) -> list[BatchShape]:
-        """Returns every shape that can occur, the ones that a first request needs before the others."""
+        """Returns every shape that can occur, each with the sampler, those of a first request first."""
         decode = [BatchShape(rows, rows, self.pages_per_row, True) for rows in self.decode_rows]
         ragged = [
             BatchShape(tokens, rows, self.pages_per_row, False)
@@ -136,12 +139,12 @@ class Buckets:
     def decode(self, num_rows: int, *, h2o: bool = False) -> BatchShape:
         """Returns the shape of decode steps of so many rows."""
         size = _round_up(num_rows, self.decode_rows)
-        return BatchShape(size, size, self.pages_per_row, True, h2o)
+        return BatchShape(size, size, self.pages_per_row, True, h2o=h2o)
 
     def ragged(self, num_tokens: int, num_rows: int, *, h2o: bool = False) -> BatchShape:
         """Returns the shape of a ragged step of so many tokens in so many rows."""
         tokens, rows = _round_up(num_tokens, self.ragged_tokens), _round_up(num_rows, self.ragged_rows)
-        return BatchShape(tokens, rows, self.pages_per_row, False, h2o)
+        return BatchShape(tokens, rows, self.pages_per_row, False, h2o=h2o)
 
 
 def build_batch(step: ScheduledStep, shape: BatchShape, page_size: int) -> tuple[np.ndarray, np.ndarray]:
