@@ -153,7 +153,7 @@ def test_what_can_not_work_is_refused(model):
 
 
 def test_pages_are_given_back_when_the_prompt_is_done(model):
-    engine = make_engine(model, ROOMY | {"max_num_batched_tokens": 64})
+    engine = make_engine(model, TIGHT)
     engine.add_request("a", list(range(3, 53)), greedy(H2O(5, 6), 4))
     held = []
     while engine.has_work:
@@ -165,6 +165,7 @@ def test_pages_are_given_back_when_the_prompt_is_done(model):
     assert engine.stats().kv_bytes_per_token == bytes_a_place
 
 
+@pytest.mark.slow
 def test_warmup_compiles_every_step_and_compaction(model):
     config = ROOMY | {"max_num_seqs": 1, "max_model_len": 20, "page_size": 4}
     engine = make_engine(model, config)
