@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxinfer.llm import LLM
     from jaxinfer.loading import Model, load
     from jaxinfer.sampling.beam import BeamSearchParams
+    from jaxinfer.sampling.h2o import H2O
     from jaxinfer.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ _HOMES = {
     "LLM": "jaxinfer.llm",
     "SamplingParams": "jaxinfer.sampling.params",
     "BeamSearchParams": "jaxinfer.sampling.beam",
+    "H2O": "jaxinfer.sampling.h2o",
     "EngineConfig": "jaxinfer.config",
     "ModelConfig": "jaxinfer.config",
     "Model": "jaxinfer.loading",
@@ -38,6 +40,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "H2O",
     "LLM",
     "AsyncEngine",
     "BeamSearchParams",

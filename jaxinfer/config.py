@@ -112,6 +112,8 @@ class EngineConfig:
         async_scheduling: enqueue step N+1 before the tokens of step N are read.
         prefix_cache: keep the pages of ended requests until their memory is needed, and let requests with the same
             first tokens share them; never changes a token.
+        h2o: accept requests with `SamplingParams.h2o`, for which each place of a page takes 8 more bytes a layer and
+            KV head; others pay nothing else.
         seed: makes the random seeds of requests that have none repeatable; None draws them from the system.
         attention_implementation: name of a kernel, or None for the fastest that accepts the arguments.
     """
@@ -127,6 +129,7 @@ class EngineConfig:
     decode_steps: int = 4
     async_scheduling: bool = True
     prefix_cache: bool = True
+    h2o: bool = False
     seed: int | None = None
     attention_implementation: str | None = None
 
@@ -153,6 +156,11 @@ class EngineConfig:
             raise ValueError(
                 f"kv_dtype={self.kv_dtype!r} quantizes a page at a time, so that page_size must be a multiple of "
                 f"{GROUP}, such as 64, got {self.page_size}"
+            )
+        if self.h2o and self.kv_spec("float32").open:
+            raise ValueError(
+                f"h2o moves single tokens, which kv_dtype={self.kv_dtype!r} packs a page at a time: use float8, int8 or"
+                " a precision without scales"
             )
         if self.policy not in ("fcfs", "priority"):
             raise ValueError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")

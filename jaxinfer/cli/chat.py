@@ -42,8 +42,9 @@ def chat(
 ) -> None:  # fmt: skip
     """Talk with a model; answers are streamed, and Ctrl-C stops an answer and not the program."""
     check_sampling(sampling)
+    forgets = sampling["h2o"] is not None
     with collection_deferred():
-        llm = make_llm(find_model(model), dtype, quantize, activations, kv_dtype, max_model_len)
+        llm = make_llm(find_model(model), dtype, quantize, activations, kv_dtype, max_model_len, forgets)
     if llm.tokenizer.chat_template is None:
         raise ValueError(f"{model} has no chat template: use `jaxinfer run --raw`, or an instruct model")
     conversation = Conversation(llm, make_sampling_params(llm.model.default_sampling_params, sampling), system)

@@ -74,6 +74,12 @@ _SAMPLING = (
     click.option("--frequency-penalty", type=float, help="Subtracted for every time a token has occurred."),
     click.option("--seed", type=int, help="Makes the answer repeatable."),
     click.option("--stop", multiple=True, help="End where this string appears; may be given several times."),
+    click.option(
+        "--h2o",
+        callback=lambda *args: _budget(args[-1]),
+        metavar="HEAVY,RECENT",
+        help="Forget: keep so many tokens that received most attention, and so many newest ones.",
+    ),
     click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the end-of-sequence token."),
 )
 
@@ -151,7 +157,7 @@ def find_config(model: str) -> tuple["ModelConfig", Path | None]:
 
 def make_llm(
     path: Path, dtype: str | None, quantize: str | None, activations: str | None, kv_dtype: str,
-    max_model_len: int | None,
+    max_model_len: int | None, h2o: bool = False,
 ) -> "LLM":  # fmt: skip
     """Loads a model for one conversation at a time, with progress on standard error."""
     from jaxinfer.cli.progress import byte_progress
@@ -164,7 +170,7 @@ def make_llm(
     if max_model_len is None:
         max_model_len = min(loaded.config.max_position_embeddings, DEFAULT_LENGTH)
     page_size = KVSpec.parse(kv_dtype, "float32").page_size
-    return LLM(loaded, max_num_seqs=1, max_model_len=max_model_len, kv_dtype=kv_dtype, page_size=page_size)
+    return LLM(loaded, max_num_seqs=1, max_model_len=max_model_len, kv_dtype=kv_dtype, page_size=page_size, h2o=h2o)
 
 
 def prepare(llm: "LLM", prompt: str, params: "SamplingParams") -> None:
@@ -173,6 +179,12 @@ def prepare(llm: "LLM", prompt: str, params: "SamplingParams") -> None:
 
     with spinner("Compiling (kept for the next time)"):
         llm.engine.prepare(len(llm.tokenizer.encode(prompt)), params)
+
+
+def _budget(text: str | None) -> Any:
+    from jaxinfer.sampling.h2o import H2O
+
+    return None if text is None else H2O.parse(text)
 
 
 def check_sampling(given: dict[str, Any]) -> None:

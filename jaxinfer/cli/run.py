@@ -43,7 +43,7 @@ def run(
         import jaxinfer.llm  # noqa: F401  (the import is timed by itself)
 
         watch.lap("import")
-        llm = make_llm(path, dtype, quantize, activations, kv_dtype, max_model_len)
+        llm = make_llm(path, dtype, quantize, activations, kv_dtype, max_model_len, sampling["h2o"] is not None)
         watch.lap("load")
         params = make_sampling_params(llm.model.default_sampling_params, sampling)
         use_template = llm.tokenizer.chat_template is not None and not raw

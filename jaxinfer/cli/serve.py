@@ -33,6 +33,7 @@ from jaxinfer.cli.output import notice
     show_default=True,
     help="Whether requests may have a priority.",
 )
+@click.option("--h2o", is_flag=True, help="Accept requests that forget keys and values beyond a budget.")
 @click.option("--max-queue", type=int, default=256, show_default=True, help="Completions that may wait; then 429.")
 @click.option("--max-body-mib", type=float, default=4, show_default=True, help="Largest request body.")
 @click.option("--request-timeout", type=float, default=600, show_default=True, help="Seconds an answer may take.")
@@ -56,8 +57,8 @@ from jaxinfer.cli.output import notice
 def serve(
     model: str, dtype: str | None, quantize: str | None, activations: str | None, kv_dtype: str,
     host: str, port: int, log_level: str, max_body_mib: float, max_model_len: int | None, max_num_seqs: int,
-    max_num_batched_tokens: int, memory_fraction: float, policy: Any, model_name: str | None, api_key: str | None,
-    **limits: Any,
+    max_num_batched_tokens: int, memory_fraction: float, policy: Any, h2o: bool, model_name: str | None,
+    api_key: str | None, **limits: Any,
 ) -> None:  # fmt: skip
     """Serve MODEL to OpenAI clients: completions, chats, streams, metrics.
 
@@ -69,7 +70,7 @@ def serve(
 
     engine_config = EngineConfig(
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-        memory_fraction=memory_fraction, policy=policy, kv_dtype=kv_dtype,
+        memory_fraction=memory_fraction, policy=policy, kv_dtype=kv_dtype, h2o=h2o,
         page_size=KVSpec.parse(kv_dtype, "float32").page_size,
     )  # fmt: skip
     config = ServerConfig(

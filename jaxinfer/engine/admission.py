@@ -42,8 +42,9 @@ def make_requests(
         model, request_id, params, max_model_len, seeds, prompt_token_ids=token_ids, prompt=text, priority=priority,
         cache_salt=cache_salt, is_steered=is_steered,
     )  # fmt: skip
-    for other in others:
-        other.source = first
+    if params.h2o is None:  # each of those that forget computes the prompt, into pages of its own
+        for other in others:
+            other.source = first
     return [first, *others]
 
 
@@ -70,6 +71,11 @@ def fork_requests(
     _check_params(params, model.config.vocab_size)
     if params.num_completions > params.n:
         raise ValueError("best_of chooses among completions that begin together: forks take n alone")
+    if source.params.h2o is not None or params.h2o is not None:
+        raise ValueError(
+            "a request with h2o writes anew where it has forgotten and counts the attention of all its tokens: it can "
+            "neither be forked nor be a fork; start a new request with its tokens"
+        )
     if params.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs of a fork are those of its source: leave them out")
     if params.logprobs is not None and source.params.logprobs is None:

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.scheduler import ScheduledStep
-from jaxinfer.model.batch import TokenBatch
+from jaxinfer.model.batch import NEVER, H2ORows, TokenBatch
 from jaxinfer.sampling.sampler import SamplingRows, make_rows
 
 FLOAT_FIELDS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
@@ -29,6 +29,7 @@ class BatchShape:
     `is_decode`: one token a row and a loop over several steps, instead of one ragged step.
     `takes_best`: every row takes its most probable token. The sampler, half of what there is to compile of a small
     model, is left out.
+    `h2o`: for some of the rows, the attention that their keys receive is counted.
     """
 
     num_tokens: int  # T
@@ -36,6 +37,7 @@ class BatchShape:
     pages_per_row: int  # M
     is_decode: bool
     takes_best: bool = False
+    h2o: bool = False
 
     def ints(self) -> dict[str, tuple[int, ...]]:
         """Returns name and shape of every part of the packed int32 array."""
@@ -44,6 +46,8 @@ class BatchShape:
         shapes |= dict.fromkeys(("token_ids", "positions", "slot_mapping"), (T,))
         shapes |= {"page_indices": (S, M), "kv_lens": (S,), "cu_q_lens": (S + 1,), "num_decode_rows": ()}
         shapes |= {"logits_indices": (S,), "num_samples": (S,)}
+        if self.h2o:
+            shapes |= {f"h2o.{field.name}": (S,) for field in dataclasses.fields(H2ORows)}
         return shapes | {f"sampling.{name}": (S,) for name in INT_FIELDS} | {"sampling.seeds": (S, 2)}
 
     def abstract_inputs(self, vocab_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -78,10 +82,12 @@ class StepBatch:
         sampling |= {name: sampling[name] > 0 for name in ("needs_state", "active")}
         sampling |= {name: floats[i] for i, name in enumerate(FLOAT_FIELDS)}
         seeds = lax.bitcast_convert_type(parts["sampling.seeds"], np.uint32)
+        h2o = {field.name: parts[f"h2o.{field.name}"] for field in dataclasses.fields(H2ORows)} if shape.h2o else None
         return cls(
             TokenBatch(
                 **{field.name: parts[field.name] for field in dataclasses.fields(TokenBatch) if field.name in parts},
                 slots=sampling["slots"],
+                h2o=H2ORows(**h2o) if h2o else None,
             ),
             SamplingRows(**sampling, seeds=seeds),
             parts["logits_indices"],
@@ -97,6 +103,7 @@ class Buckets:
     ragged_tokens: tuple[int, ...]
     ragged_rows: tuple[int, ...]
     pages_per_row: int
+    h2o: bool = False  # whether steps of requests with H2O occur
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int, min_decode_rows: int = 1) -> "Buckets":
@@ -108,6 +115,7 @@ class Buckets:
             ragged_tokens=_ladder(ragged, tokens),
             ragged_rows=_ladder({8}, seqs),
             pages_per_row=-(-max_model_len // config.page_size),
+            h2o=config.h2o,
         )
 
     def all(self) -> list[BatchShape]:
@@ -118,22 +126,25 @@ class Buckets:
             for rows in self.ragged_rows
             for tokens in self.ragged_tokens
         ]
-        return decode + ragged
+        plain = decode + ragged
+        return plain + [dataclasses.replace(shape, h2o=True) for shape in plain if self.h2o]
 
     def shape_for(self, step: ScheduledStep) -> BatchShape:
         """Returns the smallest shape that holds the step."""
         rows = len(step.rows)
-        return self.decode(rows) if step.is_decode else self.ragged(step.num_tokens, rows)
+        if step.is_decode:
+            return self.decode(rows, h2o=step.has_h2o)
+        return self.ragged(step.num_tokens, rows, h2o=step.has_h2o)
 
-    def decode(self, num_rows: int) -> BatchShape:
+    def decode(self, num_rows: int, *, h2o: bool = False) -> BatchShape:
         """Returns the shape of decode steps of so many rows."""
         size = _round_up(num_rows, self.decode_rows)
-        return BatchShape(size, size, self.pages_per_row, True)
+        return BatchShape(size, size, self.pages_per_row, True, h2o=h2o)
 
-    def ragged(self, num_tokens: int, num_rows: int) -> BatchShape:
+    def ragged(self, num_tokens: int, num_rows: int, *, h2o: bool = False) -> BatchShape:
         """Returns the shape of a ragged step of so many tokens in so many rows."""
         tokens, rows = _round_up(num_tokens, self.ragged_tokens), _round_up(num_rows, self.ragged_rows)
-        return BatchShape(tokens, rows, self.pages_per_row, False)
+        return BatchShape(tokens, rows, self.pages_per_row, False, h2o=h2o)
 
 
 def build_batch(step: ScheduledStep, shape: BatchShape, page_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -150,17 +161,29 @@ def build_batch(step: ScheduledStep, shape: BatchShape, page_size: int) -> tuple
         pages = np.asarray(request.pages, np.int32)
         positions = np.arange(start, stop, dtype=np.int32)
         parts["positions"][begin:end] = positions
-        parts["slot_mapping"][begin:end] = pages[positions // page_size] * page_size + positions % page_size
+        kv_len = request.num_places(stop)
+        if kv_len == stop:  # else the token goes where the device forgets one
+            parts["slot_mapping"][begin:end] = pages[positions // page_size] * page_size + positions % page_size
         known = request.token_ids(start, stop)
         parts["token_ids"][begin:end] = known if len(known) == row.num_tokens else -1
         parts["page_indices"][s, : len(pages)] = pages
-        parts["kv_lens"][s] = stop
+        parts["kv_lens"][s] = kv_len
         parts["cu_q_lens"][s + 1] = end
         parts["logits_indices"][s] = end - 1
         parts["num_samples"][s] = row.num_samples
     parts["cu_q_lens"][len(step.rows) + 1 :] = end
+    if shape.h2o:
+        _fill_h2o(parts, step)
     floats = _fill_sampling(parts, step, shape.num_rows)
     return np.concatenate([part.ravel() for part in parts.values()]), floats
+
+
+def _fill_h2o(parts: Mapping[str, np.ndarray], step: ScheduledStep) -> None:
+    parts["h2o.first_eviction"][:] = NEVER
+    for s, row in enumerate(step.rows):
+        if h2o := row.request.params.h2o:
+            parts["h2o.budget"][s], parts["h2o.recent"][s] = h2o.budget, h2o.recent
+            parts["h2o.first_eviction"][s] = row.request.num_exact_tokens
 
 
 def _fill_sampling(parts: Mapping[str, np.ndarray], step: ScheduledStep, num_rows: int) -> np.ndarray:

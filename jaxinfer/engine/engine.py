@@ -86,6 +86,11 @@ class Engine:
                 f"the engine runs on one device so far, the model lies on {len(devices)}: load it without mesh, or use"
                 " jaxinfer.generate, which works on any mesh"
             )
+        if config.h2o and any(window is not None for window in model.config.layer_windows):
+            raise ValueError(
+                "h2o needs layers that see all keys: those of a sliding window have a rule of their own for what they"
+                " forget; leave out h2o"
+            )
         [device] = devices
         kv = config.kv_spec(jnp.dtype(model.spec.dtype))
         num_pages, self.max_model_len = plan_pages(
@@ -111,9 +116,9 @@ class Engine:
         """Compiles what a single such request needs, side by side instead of one after the other."""
         limit = self.config.max_num_batched_tokens
         chunks = {min(num_prompt_tokens, limit), num_prompt_tokens % limit or limit}
-        buckets = self.runner.buckets
-        ragged = {buckets.ragged(size, 1) for size in chunks if size > 1}
-        shapes = [*ragged, buckets.decode(1)]
+        buckets, h2o = self.runner.buckets, params.h2o is not None
+        ragged = {buckets.ragged(size, 1, h2o=h2o) for size in chunks if size > 1}
+        shapes = [*ragged, buckets.decode(1, h2o=h2o)]
         self.runner.compile([dataclasses.replace(shape, takes_best=takes_best(params)) for shape in shapes])
 
     def add_request(
@@ -138,10 +143,14 @@ class Engine:
                 model; the id is in use.
         """
         self._check_unused(request_id)
+        params = params or self.model.default_sampling_params
         requests = make_requests(
-            self.model, request_id, prompt, params or self.model.default_sampling_params, priority, cache_salt,
-            self.max_model_len, self._seeds, is_steered,
-        )  # fmt: skip
+            self.model, request_id, prompt, params, priority, cache_salt, self.max_model_len, self._seeds, is_steered
+        )
+        if params.h2o is not None and not self.config.h2o:
+            raise ValueError(
+                "h2o needs room beside the keys: start the engine with h2o=True (LLM(..., h2o=True), serve --h2o)"
+            )
         self._add(request_id, requests)
 
     def candidates(self, request_id: str) -> tuple[list[int], list[float]] | None:

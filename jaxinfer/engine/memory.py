@@ -9,6 +9,7 @@ import jax
 
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.kv_spec import KVSpec
+from jaxinfer.model.kv_cache import KeyLog
 
 CPU_CACHE_LIMIT = 1 << 30  # bytes taken by default on a machine whose memory is shared with everything else
 
@@ -55,6 +56,8 @@ def plan_pages(model: ModelConfig, config: EngineConfig, kv: KVSpec, free: int, 
     num_pages = config.num_pages
     if num_pages is None:
         page_bytes = kv.page_bytes(model, config.page_size)
+        if config.h2o:
+            page_bytes += KeyLog.page_bytes(model, config.page_size)
         budget = int((free - workspace_bytes(model, config)) * config.memory_fraction)
         open_bytes = (1 + config.max_num_seqs) * kv.open_bytes(model, config.page_size)
         if is_cpu:

@@ -45,9 +45,9 @@ class PrefixCache:
         """Returns the longest run of pages that hold the request's tokens from the first on.
 
         One token at least is left to be computed, since the next is sampled from it; of a request that wants
-        log-probabilities of its prompt, all are.
+        log-probabilities of its prompt, or must know what attention its tokens receive (H2O), all are.
         """
-        if request.params.prompt_logprobs is not None:
+        if request.params.prompt_logprobs is not None or request.params.h2o is not None:
             return []
         count = (request.num_known_tokens - 1) // self._pool.page_size
         self._make_keys(request, count)
@@ -66,7 +66,12 @@ class PrefixCache:
         self.stats.num_hit_tokens += num_hit_tokens
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Publishes the full pages among the first `num_tokens` tokens, which enqueued steps write."""
+        """Publishes the full pages among the first `num_tokens` tokens, which enqueued steps write.
+
+        None of a request with H2O, which writes anew where it has forgotten.
+        """
+        if request.params.h2o is not None:
+            return
         count = num_tokens // self._pool.page_size
         if count <= request.num_published_pages:
             return

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import sys
 import time
 from collections.abc import Sequence
 
@@ -64,6 +65,7 @@ class Request:
         page_keys: keys of the first full pages, as far as they have been needed.
         num_published_pages: of `pages`, those that have been offered to the prefix cache.
         slot: index of the request's state on the device while it runs.
+        is_compacted: what `params.h2o` forgets of the prompt has been forgotten.
     """
 
     request_id: str
@@ -90,6 +92,7 @@ class Request:
     page_keys: list[bytes] = dataclasses.field(default_factory=list)
     num_published_pages: int = 0
     slot: int | None = None
+    is_compacted: bool = False
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -125,6 +128,25 @@ class Request:
     def takes_best(self) -> bool:
         """Whether it needs no sampler; see `rows.takes_best`."""
         return takes_best(self.params)
+
+    @property
+    def num_exact_tokens(self) -> int:
+        """First tokens during whose computation nothing is forgotten; with `params.h2o`, the others come one by one."""
+        h2o = self.params.h2o
+        return sys.maxsize if h2o is None else max(self.num_prompt_tokens, h2o.budget)
+
+    def num_places(self, num_tokens: int) -> int:
+        """Returns how many places in pages the first `num_tokens` tokens take."""
+        h2o = self.params.h2o
+        if h2o is None or num_tokens <= (h2o.budget if self.is_compacted else self.num_exact_tokens):
+            return num_tokens
+        return h2o.budget
+
+    @property
+    def needs_compaction(self) -> bool:
+        """Whether the prompt takes more places than `params.h2o` leaves it, and none of it has been forgotten."""
+        h2o = self.params.h2o
+        return h2o is not None and self.num_prompt_tokens > h2o.budget and not self.is_compacted
 
     @property
     def needs_host_mask(self) -> bool:

@@ -16,6 +16,8 @@ import numpy as np
 from jaxinfer.compile_cache import ProgramCache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.batch import BatchShape, Buckets, build_batch
+from jaxinfer.engine.compaction import Compaction
+from jaxinfer.engine.key_logs import KeyLogs
 from jaxinfer.engine.memory import trim_heap
 from jaxinfer.engine.page_pool import NULL_PAGE
 from jaxinfer.engine.request import Request
@@ -94,6 +96,7 @@ class ModelRunner:
         self.state = EngineState.init(
             decoder, config.max_num_seqs, num_pages, config.page_size, kv, stop_token_ids, on_demand=True
         )
+        self._key_logs = KeyLogs(decoder.config, num_pages, config.page_size) if config.h2o else None
         self._programs = programs
         self._step: Any = None
         self._copy_pages = jax.jit(functools.partial(copy_pages, disjoint=True), donate_argnums=0)
@@ -116,17 +119,22 @@ class ModelRunner:
     @property
     def cache_bytes(self) -> int:
         """Bytes of all KV pages of the pool, as allocated."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.state.cache.k_pages, self.state.cache.v_pages)))
+        cache, logs = self.state.cache, self._key_logs.layers if self._key_logs else ()
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((cache.k_pages, cache.v_pages, logs)))
 
     def dispatch(self, scheduled: ScheduledStep) -> PendingStep:
-        """Enqueues a step, with the page copies that come before it, and returns at once."""
+        """Enqueues a step, with the moves and page copies that come before it, and returns at once."""
+        for done in scheduled.compactions:
+            self._compact(done)
         if scheduled.copies:
             self._copy(scheduled.copies)
         shape = self._shape_for(scheduled)
         ints, floats = build_batch(scheduled, shape, self.config.page_size)
         step = self._compile(shape)
         mask = self._token_mask(scheduled, shape.num_rows)
-        self.state, output = step(self.params, self.state, ints, floats, mask)
+        self.state, output = step(self.params, self._state_of(shape), ints, floats, mask)
+        if self._key_logs and shape.h2o:
+            self.state = self._key_logs.taken_from(self.state)
         return PendingStep(scheduled, output)
 
     def read(self, pending: PendingStep) -> StepResult:
@@ -154,6 +162,8 @@ class ModelRunner:
         self._scorer.warmup()
         for size in self.buckets.ragged_rows:
             self._copy([(NULL_PAGE, NULL_PAGE)] * size)
+        if self._key_logs:
+            self.state = self._key_logs.warmup(self.state, self.buckets.pages_per_row)
         self._warm = True
 
     def compile(self, shapes: Sequence[BatchShape], progress: Progress | None = None) -> None:
@@ -181,11 +191,19 @@ class ModelRunner:
         cache = dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages)
         self.state = dataclasses.replace(self.state, cache=cache)
 
+    def _compact(self, done: Compaction) -> None:
+        assert self._key_logs is not None, "only an engine with h2o accepts what is compacted"
+        self.state = self._key_logs.compact(self.state, done)
+
+    def _state_of(self, shape: BatchShape) -> EngineState:
+        """Returns what a step of this shape is given: other steps know nothing of the key logs."""
+        return self._key_logs.put_into(self.state) if self._key_logs and shape.h2o else self.state
+
     def _compile(self, shape: BatchShape) -> Any:
         if shape in self._compiled:
             return self._compiled[shape]
         start = time.perf_counter()
-        arguments = (self.params, self.state, *shape.abstract_inputs(self.decoder.config.vocab_size))
+        arguments = (self.params, self._state_of(shape), *shape.abstract_inputs(self.decoder.config.vocab_size))
         steps, found = self.config.decode_steps, False
 
         def compile_step() -> Any:

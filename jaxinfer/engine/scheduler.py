@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.compaction import Compaction, check_compaction, compact
 from jaxinfer.engine.page_pool import PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
 from jaxinfer.engine.request import FinishReason, Request, Status
@@ -44,11 +45,17 @@ class ScheduledStep:
     num_decode_rows: int
     admitted: list[Request]  # requests that got a slot in this step
     copies: list[tuple[int, int]]  # pages to copy before it, (source, destination); no destination is a source
+    compactions: Sequence[Compaction] = ()  # before the copies
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the (first) step computes."""
         return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def has_h2o(self) -> bool:
+        """Whether a row counts the attention that its keys receive."""
+        return any(row.request.params.h2o for row in self.rows)
 
     @property
     def takes_best(self) -> bool:
@@ -96,12 +103,14 @@ class Scheduler:
         it loses its pages and is computed again later.
         """
         self._queue_forks()
+        compactions: list[Compaction] = []
         num_steps = self._num_decode_steps()
-        decode_rows = self._schedule_decodes(num_steps)
+        decode_rows = self._schedule_decodes(num_steps, compactions)
         budget = self.config.max_num_batched_tokens - len(decode_rows)
         chunks: list[ScheduledRow] = []
         for request in self.running:
             if request.num_tokens_to_compute > 1 and budget > 0:
+                compactions += compact(request, self.pool)
                 chunks.append(self._schedule_chunk(request, budget))
                 budget -= chunks[-1].num_tokens
         admitted, copies = [], []
@@ -113,7 +122,7 @@ class Scheduler:
         rows = decode_rows + singles + [row for row in chunks if row.num_tokens > 1]
         self.num_prefill_tokens += sum(row.num_tokens for row in chunks)
         self.num_page_copies += len(copies)
-        return ScheduledStep(rows, len(decode_rows) + len(singles), admitted, copies)
+        return ScheduledStep(rows, len(decode_rows) + len(singles), admitted, copies, compactions)
 
     def update(self, step: ScheduledStep, sampled: Sequence[Sequence[int]]) -> list[Request]:
         """Appends the sampled tokens of a finished step and returns the requests that got tokens or ended.
@@ -162,7 +171,7 @@ class Scheduler:
     @property
     def num_unused_places(self) -> int:
         """Places in the pages of running requests for which they have no token: only a last page has them."""
-        return sum(len(r.pages) * self.pool.page_size - r.num_tokens for r in self.running)
+        return sum(len(r.pages) * self.pool.page_size - r.num_places(r.num_tokens) for r in self.running)
 
     def check_integrity(self) -> None:
         """Checks that pages and slots are owned exactly once and that counters fit together.
@@ -189,10 +198,10 @@ class Scheduler:
                     f"{request.num_computed_tokens} tokens computed"
                 )
             held = len(request.pages) * self.pool.page_size
-            if not request.num_computed_tokens <= min(request.num_tokens, held):
-                raise RuntimeError(
-                    f"{request.request_id}: {request.num_computed_tokens} tokens computed, room for {held}"
-                )
+            computed = request.num_computed_tokens
+            if computed > request.num_tokens or request.num_places(computed) > held:
+                raise RuntimeError(f"{request.request_id}: {computed} tokens computed, room for {held}")
+            check_compaction(request, self.pool)
         for request in self.waiting + self.forks:
             if request.pages or request.slot is not None or request.num_computed_tokens or request.num_published_pages:
                 raise RuntimeError(f"{request.request_id} waits and holds pages, a slot or computed tokens")
@@ -200,22 +209,28 @@ class Scheduler:
     def _num_decode_steps(self) -> int:
         """Several steps in one dispatch when nobody waits, all rows decode and the pages suffice."""
         config, running = self.config, self.running
-        if self.waiting or not running or any(r.num_tokens_to_compute > 1 or r.waits_for_host for r in running):
+        if self.waiting or not running:
             return 1
+        if any(r.num_tokens_to_compute > 1 or r.waits_for_host for r in running):
+            return 1
+        if any(r.needs_compaction and r.num_computed_tokens < r.num_prompt_tokens for r in running):
+            return 1  # it comes after the prompt's last token
         steps = max(1, min(config.decode_steps, max(r.num_tokens_to_sample for r in running)))
-        return steps if sum(self._missing_pages(r, steps) for r in running) <= self.pool.num_free else 1
+        return steps if sum(max(0, self._missing_pages(r, steps)) for r in running) <= self.pool.num_free else 1
 
     def _missing_pages(self, request: Request, num_steps: int) -> int:
         ahead = max(1, min(num_steps, request.num_tokens_to_sample))
-        return self.pool.pages_for(request.num_computed_tokens + ahead) - len(request.pages)
+        places = request.num_places(request.num_computed_tokens + ahead)
+        return self.pool.pages_for(places) - len(request.pages)
 
-    def _schedule_decodes(self, num_steps: int) -> list[ScheduledRow]:
+    def _schedule_decodes(self, num_steps: int, compactions: list[Compaction]) -> list[ScheduledRow]:
         rows = []
         for request in list(self.running):
             if request.status is not Status.RUNNING or request.num_tokens_to_compute != 1:
                 continue
             if request.num_tokens_to_sample < 1 or (request.waits_for_host and request.num_in_flight):
                 continue  # its last tokens are on their way, or the host must see them first
+            compactions += compact(request, self.pool)
             if self._grow(request, num_steps):
                 num_samples = min(num_steps, request.num_tokens_to_sample)
                 rows.append(ScheduledRow(request, request.num_computed_tokens, 1, num_samples))
@@ -235,7 +250,7 @@ class Scheduler:
 
     def _schedule_chunk(self, request: Request, budget: int) -> ScheduledRow:
         start = request.num_computed_tokens
-        num_tokens = min(request.num_tokens_to_compute, budget)
+        num_tokens = min(request.num_tokens_to_compute, budget, max(1, request.num_exact_tokens - start))
         request.num_computed_tokens += num_tokens
         if self.prefix_cache:
             self.prefix_cache.publish(request, request.num_computed_tokens)
@@ -253,7 +268,8 @@ class Scheduler:
         forked = self._is_forkable(request)
         shared, partial = self._fork_pages(request) if forked else (self._cached_pages(request), [])
         num_shared = len(shared)
-        pages = self.pool.allocate(self.pool.pages_for(request.num_tokens) - num_shared, shared)
+        num_places = min(request.num_tokens, request.num_exact_tokens)
+        pages = self.pool.allocate(self.pool.pages_for(num_places) - num_shared, shared)
         if pages is None:
             return None
         self.waiting.pop(0)
@@ -313,6 +329,7 @@ class Scheduler:
         self.pool.free(request.pages)
         request.pages = []
         request.num_published_pages = 0
+        request.is_compacted = False
         assert request.slot is not None
         self._free_slots.append(request.slot)
         request.slot = None

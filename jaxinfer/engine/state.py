@@ -36,13 +36,14 @@ class EngineState:
             return KVCache.init(decoder.config, num_pages, page_size, kv, num_slots=num_slots)
 
         return cls(
-            cache=_zeros_on_demand(jax.eval_shape(zero_pages)) if on_demand else zero_pages(),
+            cache=zeros_like_on_demand(jax.eval_shape(zero_pages)) if on_demand else zero_pages(),
             sampler=init_state(num_slots, decoder.config.vocab_size, stop_token_ids),
             last_tokens=to_device(np.zeros(num_slots, np.int32)),
         )
 
 
-def _zeros_on_demand[Tree](shapes: Tree) -> Tree:
+def zeros_like_on_demand[Tree](shapes: Tree) -> Tree:
+    """Returns zeros that take memory when they are first written, where that can be."""
     return jax.tree.map(lambda leaf: zeros_on_demand(leaf.shape, leaf.dtype), shapes)
 
 

@@ -1,4 +1,4 @@
-"""Grouped-query attention over the paged cache; beside `open_pages.py`, all that calls attention kernels."""
+"""Grouped-query attention over the paged cache; with `open_pages.py` and `heavy_hitters.py`, all that calls kernels."""
 
 from typing import Any
 
@@ -7,14 +7,17 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxinfer.config import ModelConfig
+from jaxinfer.model import heavy_hitters, open_pages
 from jaxinfer.model.batch import TokenBatch
-from jaxinfer.model.kv_cache import OpenPages
+from jaxinfer.model.kv_cache import KeyLog, OpenPages
 from jaxinfer.model.layers import Linear, RMSNorm, project
-from jaxinfer.model.open_pages import OpenPlan, attend
 from jaxinfer.model.rope import apply_rope
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import Schedule, ragged_paged_attention
 from pallas_kernels.pages import Pages
+
+Beside = OpenPages | KeyLog | None  # what a layer's cache holds beside its pages
+Plan = open_pages.OpenPlan | heavy_hitters.H2OPlan | None  # of a step, for what is beside the pages
 
 
 class Attention(nn.Module):
@@ -34,12 +37,12 @@ class Attention(nn.Module):
         rope: tuple[jax.Array, jax.Array],
         k_pages: Pages,
         v_pages: Pages,
-        open_pages: OpenPages | None,
+        beside: Beside,
         batch: TokenBatch,
         schedule: Schedule,
-        plan: OpenPlan | None,
-    ) -> tuple[Float[Array, "T D"], Pages, Pages, OpenPages | None]:
-        """Returns f[T, D] and the layer's pages and open pages with this step's keys and values written."""
+        plan: Plan,
+    ) -> tuple[Float[Array, "T D"], Pages, Pages, Beside]:
+        """Returns f[T, D] and the layer's cache with this step's keys and values written."""
         c, T = self.config, x.shape[0]
 
         options = (self.dtype, c.qkv_bias, self.activations)
@@ -53,10 +56,10 @@ class Attention(nn.Module):
             q = apply_rope(q, *rope)
         plain = "xla" if self.implementation == "reference" else None  # wanted for shapes, or as an oracle
         key_rope, scale = rope if self.use_rope else None, c.head_dim**-0.5
-        if open_pages is not None:
-            assert plan is not None
-            out, (k_pages, v_pages), open_pages = attend(
-                q, k, v, (k_pages, v_pages), open_pages, batch, schedule, plan, rope=key_rope, scale=scale,
+        if plan is not None:
+            attend: Any = (open_pages if isinstance(plan, open_pages.OpenPlan) else heavy_hitters).attend
+            out, (k_pages, v_pages), beside = attend(
+                q, k, v, (k_pages, v_pages), beside, batch, schedule, plan, rope=key_rope, scale=scale,
                 window=self.window, implementation=self.implementation, write_implementation=plain,
             )  # fmt: skip
         else:
@@ -69,4 +72,4 @@ class Attention(nn.Module):
             )  # fmt: skip
         out = out.reshape(T, c.num_heads * c.head_dim)
         project_out = Linear(c.hidden_size, self.dtype, c.o_bias, self.activations, name="o")
-        return project_out(out), k_pages, v_pages, open_pages
+        return project_out(out), k_pages, v_pages, beside

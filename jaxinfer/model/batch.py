@@ -6,6 +6,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+NEVER = 2**31 - 1  # a position that no token has
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class H2ORows:
+    """What each row keeps of its keys (H2O, Zhang et al., 2023); see `heavy_hitters.py`."""
+
+    budget: jax.Array  # i32[S]  tokens kept
+    recent: jax.Array  # i32[S]  of these, the newest
+    first_eviction: jax.Array  # i32[S]  first position whose token takes the place of another; NEVER for plain rows
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +32,7 @@ class TokenBatch:
     cu_q_lens: jax.Array  # i32[S + 1]
     num_decode_rows: jax.Array | None  # i32[], None: every row is a decode row
     slots: jax.Array | None = None  # i32[S]  the engine's slot of each row; caches with open pages need it
+    h2o: H2ORows | None = None  # None: the attention that keys receive is not counted
 
 
 def decode_batch(
@@ -29,17 +42,23 @@ def decode_batch(
     active: Bool[Array, " S"],
     page_size: int,
     slots: Int[Array, " S"] | None = None,
+    h2o: H2ORows | None = None,
 ) -> TokenBatch:
     """Returns the batch of a decode step: one token a row, at `positions`; rows that are not active are empty."""
     S = token_ids.shape[0]
+    kv_lens, is_written = positions + 1, active
+    if h2o is not None:
+        evicts = positions >= h2o.first_eviction
+        kv_lens, is_written = jnp.where(evicts, h2o.budget, kv_lens), active & ~evicts
     page = jnp.take_along_axis(page_indices, (positions // page_size)[:, None], axis=1, mode="clip")[:, 0]
     return TokenBatch(
         token_ids=token_ids,
         positions=positions,
-        slot_mapping=jnp.where(active, page * page_size + positions % page_size, 0),
+        slot_mapping=jnp.where(is_written, page * page_size + positions % page_size, 0),
         page_indices=page_indices,
-        kv_lens=jnp.where(active, positions + 1, 0),
+        kv_lens=jnp.where(active, kv_lens, 0),
         cu_q_lens=jnp.arange(S + 1, dtype=jnp.int32),
         num_decode_rows=None,
         slots=slots,
+        h2o=h2o,
     )

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.config import ModelConfig
-from jaxinfer.model.attention import Attention
+from jaxinfer.model.attention import Attention, Beside, Plan
 from jaxinfer.model.batch import TokenBatch
-from jaxinfer.model.kv_cache import KVCache, OpenPages
+from jaxinfer.model.heavy_hitters import plan_h2o
+from jaxinfer.model.kv_cache import KVCache
 from jaxinfer.model.layers import MLP, Embedding, RMSNorm, linear
-from jaxinfer.model.open_pages import OpenPlan, packed_view, plan_open_pages
+from jaxinfer.model.open_pages import packed_view, plan_open_pages
 from jaxinfer.model.rope import rope_tables
 from pallas_kernels.paged_attention import Schedule, make_schedule
 from pallas_kernels.pages import Pages
@@ -43,18 +44,18 @@ class DecoderLayer(nn.Module):
     @nn.compact
     def __call__(
         self, x: jax.Array, rope: tuple[jax.Array, jax.Array], k_pages: Pages, v_pages: Pages,
-        open_pages: OpenPages | None, batch: TokenBatch, schedule: Schedule, plan: OpenPlan | None,
-    ) -> tuple[jax.Array, Pages, Pages, OpenPages | None]:  # fmt: skip
-        """Returns f[T, D] and the layer's pages and open pages."""
+        beside: Beside, batch: TokenBatch, schedule: Schedule, plan: Plan,
+    ) -> tuple[jax.Array, Pages, Pages, Beside]:  # fmt: skip
+        """Returns f[T, D] and the layer's cache."""
         c = self.config
         attention = Attention(
             c, self.window, self.use_rope, self.dtype, self.implementation, self.activations, name="attention"
         )
         y = RMSNorm(c.rms_norm_eps, self.dtype, name="attention_norm")(x)
-        y, k_pages, v_pages, open_pages = attention(y, rope, k_pages, v_pages, open_pages, batch, schedule, plan)
+        y, k_pages, v_pages, beside = attention(y, rope, k_pages, v_pages, beside, batch, schedule, plan)
         x, y = RMSNorm(c.rms_norm_eps, self.dtype, name="mlp_norm").add(x, y)
         mlp = MLP(c.intermediate_size, c.mlp_bias, self.dtype, self.activations, name="mlp")
-        return x + mlp(y), k_pages, v_pages, open_pages
+        return x + mlp(y), k_pages, v_pages, beside
 
 
 class Decoder(nn.Module):
@@ -92,17 +93,17 @@ class Decoder(nn.Module):
         x = self.embed(batch.token_ids)
         rope = rope_tables(self.config, batch.positions)
         schedules = {window: self._schedule(cache, batch, window) for window in set(self.config.layer_windows)}
-        plans = {window: self._open_plan(cache, batch, window) for window in schedules}
-        layers = []
+        plans = {window: self._plan(cache, batch, window) for window in schedules}
+        beside, layers = cache.open_pages or cache.key_logs or (None,) * len(self.layers), []
         for i, (layer, window) in enumerate(zip(self.layers, self.config.layer_windows)):
             with jax.named_scope(f"layer_{i}"):
-                opened = None if cache.open_pages is None else cache.open_pages[i]
                 x, *pages = layer(
-                    x, rope, cache.k_pages[i], cache.v_pages[i], opened, batch, schedules[window], plans[window]
+                    x, rope, cache.k_pages[i], cache.v_pages[i], beside[i], batch, schedules[window], plans[window]
                 )  # fmt: skip
             layers.append(pages)
-        k_pages, v_pages, open_pages = zip(*layers)
-        return self.final_norm(x), KVCache(k_pages, v_pages, None if cache.open_pages is None else open_pages)
+        k_pages, v_pages, beside = zip(*layers)
+        cache = KVCache(k_pages, v_pages, beside if cache.open_pages else None, beside if cache.key_logs else None)
+        return self.final_norm(x), cache
 
     def _schedule(self, cache: KVCache, batch: TokenBatch, window: int | None) -> Schedule:
         if cache.open_pages is not None:
@@ -112,7 +113,9 @@ class Decoder(nn.Module):
             batch.cu_q_lens, batch.num_decode_rows, window,
         )  # fmt: skip
 
-    def _open_plan(self, cache: KVCache, batch: TokenBatch, window: int | None) -> OpenPlan | None:
+    def _plan(self, cache: KVCache, batch: TokenBatch, window: int | None) -> Plan:
+        if cache.key_logs is not None:
+            return plan_h2o(batch, cache.page_size)
         if cache.open_pages is None:
             return None
         return plan_open_pages(batch, cache.page_size, cache.open_pages[0][0].shape[1], window)

@@ -6,10 +6,30 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.config import ModelConfig
-from jaxinfer.kv_spec import FORMATS, KVSpec
+from jaxinfer.kv_spec import FORMATS, CacheShape, KVSpec
 from pallas_kernels.pages import FLOAT8, Pages, QuantizedPages
 
 OpenPages = tuple[jax.Array, jax.Array]  # keys and values [K, O, page_size, H]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KeyLog:
+    """What H2O must know of the keys in each place of a layer's pages; see `heavy_hitters.py`."""
+
+    mass: jax.Array  # f32[K, P, page_size]  attention received so far, over queries and the query heads of the KV head
+    positions: jax.Array  # i32[K, P, page_size]  of the key's token in its request
+
+    @classmethod
+    def init(cls, config: ModelConfig, num_pages: int, page_size: int) -> tuple["KeyLog", ...]:
+        """Returns empty logs of all layers."""
+        shape = (config.num_kv_heads, num_pages, page_size)
+        return tuple(cls(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)) for _ in range(config.num_layers))
+
+    @staticmethod
+    def page_bytes(config: CacheShape, page_size: int) -> int:
+        """Returns the bytes of a page in all layers."""
+        return config.num_layers * config.num_kv_heads * page_size * 8
 
 
 @jax.tree_util.register_dataclass
@@ -22,11 +42,14 @@ class KVCache:
 
     Where pages are quantized when they are full, the newest tokens of the request in slot s are in `open_pages`
     s + 1 of each layer, in full precision; see `open_pages.py`.
+
+    Only steps with requests that forget (H2O) have `key_logs`.
     """
 
     k_pages: tuple[Pages, ...]  # L x [K, P, page_size, H]
     v_pages: tuple[Pages, ...]  # L x [K, P, page_size, H]
     open_pages: tuple[OpenPages, ...] | None = None  # L
+    key_logs: tuple[KeyLog, ...] | None = None  # L
 
     @classmethod
     def init(cls, config: ModelConfig, num_pages: int, page_size: int, kv: KVSpec, *, num_slots: int = 0) -> "KVCache":

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
 from jaxinfer.sampling import checks
+from jaxinfer.sampling.h2o import H2O
 
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5
@@ -48,6 +49,7 @@ class SamplingParams:
             own log-probability is always among them. None reports nothing.
         prompt_logprobs: The same for the prompt's tokens.
         echo: Put the prompt in front of the text.
+        h2o: Forget keys and values beyond this budget; None keeps all. Needs an engine with `h2o=True`.
 
     Raises:
         ValueError: A value of the wrong type or outside its range; the message names it.
@@ -81,6 +83,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
+    h2o: H2O | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -127,6 +130,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 put(name, checks.integer(name, getattr(self, name), 0, MAX_LOGPROBS))
+        if self.h2o is not None:
+            put("h2o", H2O.parse(self.h2o))
 
     @property
     def num_completions(self) -> int:

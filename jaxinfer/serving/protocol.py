@@ -28,6 +28,22 @@ type Strings = Annotated[
 ]
 type Integers = Annotated[Any, _schema("array", items={"type": "integer"})]
 type Bias = Annotated[Any, _schema("object", additionalProperties={"type": "number"})]
+type Budget = Annotated[
+    Any,
+    WithJsonSchema({
+        "anyOf": [
+            {
+                "type": "object",
+                "required": ["heavy", "recent"],
+                "additionalProperties": False,
+                "properties": {
+                    "heavy": {"type": "integer", "minimum": 0}, "recent": {"type": "integer", "minimum": 1}
+                },
+            },
+            {"type": "null"},
+        ]
+    }),
+]  # fmt: skip
 type Prompt = Annotated[
     Any,
     WithJsonSchema({
@@ -125,6 +141,7 @@ class GenerationBody(Body):
     allowed_token_ids: Integers = None
     include_stop_str_in_output: Boolean = None
     skip_special_tokens: Boolean = None
+    h2o: Budget = None
 
 
 class CompletionBody(GenerationBody):

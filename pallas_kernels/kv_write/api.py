@@ -41,7 +41,7 @@ def write_kv(
     v_pages: Pages,
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    slot_mapping: Int[Array, " T"],
+    slot_mapping: Int[Array, "*K T"],
     *,
     rope: tuple[jax.Array, jax.Array] | None = None,
     implementation: str | None = None,
@@ -57,7 +57,7 @@ def write_kv(
         k: new keys, before the rotation if `rope` is given.
         v: new values.
         slot_mapping: i32, distinct but for padding tokens, which point into page 0: the null page, whose content
-            nobody reads (some backends write it and some do not).
+            nobody reads (some backends write it and some do not). i32[K, T] has a slot for each head.
         rope: cos and sin of every token's position, f32[T, rotary / 2] or f32[T, 1, rotary / 2], which rotate the
             first `rotary` channels of k in the half-rotation form; the result is rounded to k's dtype before it is
             stored, as if it had been rotated apart. None if k is rotated already, or not at all.
@@ -77,8 +77,8 @@ def write_kv(
     T = k.shape[0]
     if v.shape != k.shape:
         raise ValueError(f"k and v must have one shape, got {k.shape} and {v.shape}")
-    if slot_mapping.shape != (T,):
-        raise ValueError(f"slot_mapping must have shape [T={T}], got {slot_mapping.shape}")
+    if slot_mapping.shape not in ((T,), (K, T)):
+        raise ValueError(f"slot_mapping must have shape [T={T}] or [K={K}, T={T}], got {slot_mapping.shape}")
     if rope is not None:
         rope = _check_rope(rope, T, H)
     return dispatch("write_kv", IMPLEMENTATIONS, implementation, k_pages, v_pages, k, v, slot_mapping, rope=rope)

@@ -19,13 +19,15 @@ def write_kv_cpu(
     v_pages: Pages,
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    slot_mapping: Int[Array, " T"],
+    slot_mapping: Int[Array, "*K T"],
     *,
     rope: tuple[jax.Array, jax.Array] | None = None,
     library: Library | None = None,
 ) -> tuple[Pages, Pages]:
     """See `write_kv`; slots out of range are dropped. `library` is one for another instruction set."""
     library = library or require_cpu()
+    if slot_mapping.ndim > 1:
+        raise NotImplementedError("cpu: a slot for each head")
     for name, x in (("key pages", k_pages), ("value pages", v_pages), ("keys", k), ("values", v)):
         if not isinstance(x, QuantizedPages) and x.dtype not in DTYPES:
             raise NotImplementedError(f"cpu writes float32 and bfloat16, the {name} are {x.dtype}")

@@ -23,7 +23,7 @@ def write_kv_mosaic_gpu(
     v_pages: Pages,
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    slot_mapping: Int[Array, " T"],
+    slot_mapping: Int[Array, "*K T"],
     *,
     rope: tuple[jax.Array, jax.Array] | None = None,
     interpret: Any = False,
@@ -50,6 +50,8 @@ def write_kv_mosaic_gpu(
         NotImplementedError: not a Hopper GPU, or rows that the copy engine cannot move.
     """
     require_hopper(interpret)
+    if slot_mapping.ndim > 1:
+        raise NotImplementedError("mosaic_gpu: a slot for each head")
     T, K, H = k.shape
     rows = min((tiles or choose_tiles(T, K)).block_tokens, T)
     k_format = RowFormat.of(k_pages, k, 0 if rope is None else rope[0].shape[1])

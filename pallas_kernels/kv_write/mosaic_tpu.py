@@ -21,7 +21,7 @@ def write_kv_mosaic_tpu(
     v_pages: Pages,
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    slot_mapping: Int[Array, " T"],
+    slot_mapping: Int[Array, "*K T"],
     *,
     rope: tuple[jax.Array, jax.Array] | None = None,
     interpret: Any = False,
@@ -40,6 +40,8 @@ def write_kv_mosaic_tpu(
         NotImplementedError: not a TPU, f16, or pages too large for VMEM.
     """
     require_tpu(interpret)
+    if slot_mapping.ndim > 1:
+        raise NotImplementedError("mosaic_tpu: a slot for each head")
     if rope is not None:
         k = rotate(k, *rope)
     both = (k_pages, v_pages)

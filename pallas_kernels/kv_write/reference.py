@@ -12,7 +12,7 @@ def write_kv_reference(
     v_pages: Pages,
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    slot_mapping: Int[Array, " T"],
+    slot_mapping: Int[Array, "*K T"],
     *,
     rope: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[Pages, Pages]:
@@ -46,13 +46,14 @@ def encode(pages: Pages, new: Float[Array, "T K H"]) -> Pages:
     return new.astype(pages.dtype)
 
 
-def scatter(stored: jax.Array, new: jax.Array, slot_mapping: Int[Array, " T"]) -> jax.Array:
-    """Returns `stored` [K, P, page_size, ...] with new[:, t, 0] at slot `slot_mapping[t]`."""
+def scatter(stored: jax.Array, new: jax.Array, slot_mapping: Int[Array, "*K T"]) -> jax.Array:
+    """Returns `stored` [K, P, page_size, ...] with new[:, t, 0] at slot `slot_mapping[t]`, or that of each head."""
     K, P, page_size, *rest = stored.shape
     slots = stored.reshape(K, P * page_size, *rest)
     index = slot_mapping.astype(jnp.uint32)  # unsigned: no handling of negative values is compiled in
-    return slots.at[:, index].set(new[:, :, 0], mode="promise_in_bounds").reshape(stored.shape)
+    head = slice(None) if index.ndim == 1 else jnp.arange(K, dtype=jnp.uint32)[:, None]
+    return slots.at[head, index].set(new[:, :, 0], mode="promise_in_bounds").reshape(stored.shape)
 
 
-def _write(pages: Pages, new: Float[Array, "T K H"], slot_mapping: Int[Array, " T"]) -> Pages:
+def _write(pages: Pages, new: Float[Array, "T K H"], slot_mapping: Int[Array, "*K T"]) -> Pages:
     return jax.tree.map(lambda stored, x: scatter(stored, x, slot_mapping), pages, encode(pages, new))

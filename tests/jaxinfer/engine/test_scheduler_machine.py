@@ -2,7 +2,8 @@
 
 The fake device keeps what is written to each place of each page: a function of what the row reads before it and of its
 token, as keys and values are. It samples a function of (request, position), so every request's output is known in
-advance, however it was chunked, preempted, run ahead, forked or aborted, and whatever pages it found.
+advance, however it was chunked, preempted, run ahead, forked or aborted, and whatever pages it found. Requests with H2O
+forget what a function of (request, position) says, so that what they hold is known as well.
 """
 
 import itertools
@@ -23,6 +24,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.page_pool import PagePool
 from jaxinfer.engine.request import FinishReason, Request, Status
 from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.sampling.h2o import H2O
 from jaxinfer.sampling.params import SamplingParams
 
 MAX_LEN = 24
@@ -32,7 +34,10 @@ BAD_WORDS = (*((a, b) for a in range(8) for b in range(1, 8)), (8, 9, 10), (20, 
 PROMPTS = st.integers(1, 6) | st.integers(1, MAX_LEN - 1)  # short ones grow far, until pages run out
 SALTS = st.sampled_from([None, None, None, "tenant"])
 PLAIN = SamplingParams()
-PARAMS = st.sampled_from([PLAIN, PLAIN, SamplingParams(prompt_logprobs=0)])
+FORGETFUL = [
+    SamplingParams(h2o=H2O(*budget)) for budget in ((0, 1), (0, 4), (2, 1), (3, 2), (2, 9), (9, 8), (MAX_LEN, 1))
+]
+PARAMS = st.sampled_from([PLAIN, PLAIN, SamplingParams(prompt_logprobs=0)]) | st.sampled_from(FORGETFUL)
 OUTPUTS = st.just(MAX_LEN) | st.integers(1, MAX_LEN)
 
 
@@ -64,17 +69,38 @@ def written(before, token):
     return hash((before, token))
 
 
+def mass(seed, position):
+    """Attention that a token receives, as good as any."""
+    return hash((seed, position, -1))
+
+
+def kept(request, count):
+    """Positions that a request with H2O holds after `count` tokens."""
+    h2o, exact = request.params.h2o, request.num_exact_tokens
+    held = list(range(min(count, exact)))
+    if count > exact and request.num_prompt_tokens > h2o.budget:
+        older = sorted(held[: exact - h2o.recent], key=lambda position: -mass(request.seed, position))
+        held = older[: h2o.heavy] + held[exact - h2o.recent :]
+    for t in range(exact, count):
+        held.remove(min((p for p in held if p <= t - h2o.recent), key=lambda position: mass(request.seed, position)))
+        held.append(t)
+    return sorted(held)
+
+
 class FakeDevice:
     """Runs steps at once and in order, as the device does."""
 
     def __init__(self, page_size):
         self.page_size = page_size
         self.cache = {}  # place in a page: what was written there last
+        self.log = {}  # place in a page: position and seed of the request whose token was written there last
         self.last_tokens = {}  # by slot
         self.texts = {}  # what is written for each token of a request's prompt and expected output
 
     def run(self, step):
         """Returns the sampled tokens of each row."""
+        for done in step.compactions:
+            self.compact(done)
         staged = {copy: self.page(copy[0]) for copy in step.copies}
         for (_, destination), places in staged.items():
             for i, value in enumerate(places):
@@ -106,15 +132,49 @@ class FakeDevice:
         text = self.texts[request]
         if position > len(text):
             return -1  # it has ended, which the host does not know yet
-        assert [self.cache[self.place(request, before)] for before in range(position)] == text[:position]
+        if request.params.h2o:
+            assert self.held(request, position) == [(before, text[before]) for before in kept(request, position)]
+        else:
+            assert [self.cache[self.place(request, before)] for before in range(position)] == text[:position]
         banned = request.banned_next_tokens() if request.needs_host_mask else ()
         self.last_tokens[request.slot] = token = sampled(request, position, banned)
         return token
 
     def write(self, request, position, token):
+        if position >= request.num_exact_tokens:
+            self.replace(request, position, token)
+            return
         # Nothing was written there if the row has ended, which the host does not know yet.
         before = self.cache.get(self.place(request, position - 1)) if position else 0
         self.cache[self.place(request, position)] = written(before, token)
+        self.log[self.place(request, position)] = (position, request.seed)
+
+    def replace(self, request, position, token):
+        """Forgets a token of a request with H2O for another one."""
+        h2o, text = request.params.h2o, self.texts[request]
+        if position >= len(text):
+            return  # it has ended, which the host does not know yet
+        places = [self.place(request, i) for i in range(h2o.budget)]
+        victim = min(
+            (place for place in places if self.log[place][0] <= position - h2o.recent),
+            key=lambda place: mass(request.seed, self.log[place][0]),
+        )
+        self.cache[victim] = written(text[position - 1], token)
+        self.log[victim] = (position, request.seed)
+
+    def held(self, request, count):
+        """Positions that a request with H2O holds after `count` tokens, with what was written for each."""
+        places = [self.place(request, i) for i in range(request.num_places(count))]
+        return sorted((self.log[place][0], self.cache[place]) for place in places)
+
+    def compact(self, done):
+        size, h2o = self.page_size, done.h2o
+        places = [page * size + i for page in done.pages for i in range(size)][: done.num_tokens]
+        content = [(self.cache[place], self.log[place]) for place in places]
+        recent = content[done.num_tokens - h2o.recent :]
+        older = sorted(content[: done.num_tokens - h2o.recent], key=lambda one: -mass(one[1][1], one[1][0]))
+        for place, (value, entry) in zip(places, older[: h2o.heavy] + recent, strict=False):
+            self.cache[place], self.log[place] = value, entry
 
     def place(self, request, position):
         page = request.pages[position // self.page_size]
@@ -163,15 +223,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             own = [1000 + len(self.requests)] * max(0, prompt - common)
             first = self.add_request([*range(100 * text, 100 * text + min(prompt, common)), *own], output, **options)
             for _ in range(n - 1):
-                self.add_request(first.prompt_token_ids, output, source=first, **options)
+                source = first if options["params"].h2o is None else None
+                self.add_request(first.prompt_token_ids, output, source=source, **options)
 
     @precondition(lambda self: any(r.is_finished for r in self.requests))
-    @rule(data=st.data(), more=st.integers(1, 4), output=OUTPUTS, salt=SALTS)
-    def follow_up(self, data, more, output, salt):
+    @rule(data=st.data(), more=st.integers(1, 4), output=OUTPUTS, salt=SALTS, params=PARAMS)
+    def follow_up(self, data, more, output, salt, params):
         """The next turn of a conversation: a prompt that begins with a request's prompt and output."""
         before = data.draw(st.sampled_from([r for r in self.requests if r.is_finished]))
         prompt = [*before.prompt_token_ids, *before.output_token_ids, *range(50, 50 + more)]
-        self.add_request(prompt[: MAX_LEN - 1], output, salt)
+        self.add_request(prompt[: MAX_LEN - 1], output, salt, params)
 
     @precondition(lambda self: any(self.is_forkable(r) for r in self.requests))
     @rule(data=st.data(), count=st.integers(1, 3), priority=st.integers(-2, 2))
@@ -185,7 +246,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             )  # fmt: skip
 
     def is_forkable(self, request):
-        return not request.is_finished and len(self.requests) < 40
+        return not request.is_finished and request.params.h2o is None and len(self.requests) < 40
 
     def add_request(
         self, prompt, output, salt, params=PLAIN, priority=0, mask=False, stop=False, source=None, inherited=()
@@ -256,7 +317,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert start < known
             assert start % config.page_size == 0 or start == known - 1
             assert not start or request.params.prompt_logprobs is None or request in self.forks
+            assert not start or request.params.h2o is None
             self.next_position[request] = start
+        for done in step.compactions:
+            assert len(done.pages) * config.page_size >= done.num_tokens > done.h2o.budget
         for source, destination in step.copies:
             assert source not in [other for _, other in step.copies]
             [fork, *others] = [row.request for row in rows if destination in row.request.pages]
@@ -268,6 +332,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert start == self.next_position[request]  # nothing is skipped, nothing computed twice
             self.next_position[request] = request.num_computed_tokens
             assert row.num_tokens >= 1
+            exact, end = request.num_exact_tokens, request.num_computed_tokens
+            assert row.num_tokens == 1 or start + row.num_tokens <= exact  # whoever forgets goes one by one
+            if end > exact == request.num_prompt_tokens and request.params.h2o:
+                assert start >= exact  # what it forgets of the prompt, it forgets between two steps
             assert request.num_computed_tokens == start + row.num_tokens + max(0, row.num_samples - 1)
             assert row.num_samples <= (config.decode_steps if step.is_decode and not self.scheduler.waiting else 1)
             if request.needs_host_mask and row.num_samples:
@@ -314,6 +382,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 other, place = owners.setdefault(page, (request, i))
                 end = (i + 1) * self.config.page_size
                 assert (place, other.cache_salt) == (i, request.cache_salt)
+                assert other is request or request.params.h2o is other.params.h2o is None
                 assert other is request or other.token_ids(0, end) == request.token_ids(0, end)
                 assert other is request or len(request.token_ids(0, end)) == end  # full: nobody writes there
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.sampling import SamplingParams
+from jaxinfer.sampling.h2o import H2O
 from jaxinfer.sampling.params import validate_token_ids
 
 
@@ -30,6 +31,13 @@ def test_values_are_normalised():
     assert params.logit_bias == ((2, -3.0), (5, 1.0))
     assert type(params.stop_token_ids[0]) is int
     assert hash(params) == hash(dataclasses.replace(params, n=1))
+
+
+def test_a_budget_may_be_json_or_text():
+    wanted = SamplingParams(h2o=H2O(3, 4))
+    assert SamplingParams.from_dict({"h2o": {"heavy": 3, "recent": 4}}) == wanted
+    assert SamplingParams.from_dict({"h2o": "3,4"}) == wanted
+    assert dataclasses.replace(wanted).h2o == H2O(heavy=3, recent=4)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +82,11 @@ def test_values_are_normalised():
         ("prompt_logprobs", -1, "prompt_logprobs must be between"),
         ("ignore_eos", 1, "ignore_eos must be True or False, got 1"),
         ("echo", "yes", "echo must be True or False"),
+        ("h2o", "128", "h2o must be .* got '128'"),
+        ("h2o", "1,2,3", "h2o must be"),
+        ("h2o", {"heavy": 3}, "h2o must be"),
+        ("h2o", {"heavy": -1, "recent": 2}, "h2o.heavy must be between 0"),
+        ("h2o", "4,0", "h2o.recent must be between 1"),
     ],
 )
 def test_bad_value_is_named(name, value, match):

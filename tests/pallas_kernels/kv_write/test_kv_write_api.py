@@ -92,7 +92,7 @@ def test_writes_full_pages_with_any_scale(axis, rng):
         ({"v": jnp.zeros((5, K, H))}, r"k and v must have one shape, got \(6, 2, 8\) and \(5, 2, 8\)"),
         ({"v_pages": jnp.zeros((K, 9, PAGE_SIZE, H))}, "k_pages and v_pages must have one shape"),
         ({"v_pages": jnp.zeros((9, PAGE_SIZE, H))}, r"v_pages must have shape \[K, P, page_size, H\]"),
-        ({"slot_mapping": jnp.arange(5)}, r"slot_mapping must have shape \[T=6\], got \(5,\)"),
+        ({"slot_mapping": jnp.arange(5)}, r"slot_mapping must have shape \[T=6\] or \[K=2, T=6\], got \(5,\)"),
         ({"rope": (jnp.zeros((6, 5)), jnp.zeros((6, 5)))}, r"cos must have shape \[T=6, rotary / 2 <= 4\]"),
         ({"rope": (jnp.zeros((6, 4)), jnp.zeros((6, 3)))}, "sin must have shape"),
         ({"rope": (jnp.zeros((6, 4), jnp.bfloat16),) * 2}, "cos must be float32, got bfloat16"),
@@ -104,6 +104,19 @@ def test_refuses(k, v, change, message):
     arguments = {"k_pages": _pages(), "v_pages": _pages(), "k": k, "v": v, "slot_mapping": jnp.arange(6)}
     with pytest.raises(ValueError, match=message):
         write_kv(**(arguments | change))
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_every_head_may_have_a_slot_of_its_own(k, v, kind):
+    slots = jnp.stack([jnp.arange(4, 10), jnp.arange(12, 6, -1)]).astype(jnp.int32)
+    pages = _pages() if kind == "float32" else quantize(_pages())
+    both = write_kv(pages, pages, k, v, slots)
+    for head in range(K):
+        wanted = write_kv(pages, pages, k, v, slots[head])
+        for found, one in zip(jax.tree.leaves(both), jax.tree.leaves(wanted)):
+            np.testing.assert_array_equal(found[head, 1:], one[head, 1:])
+    with pytest.raises(NotImplementedError, match="cpu: a slot for each head"):
+        write_kv(pages, pages, k, v, slots, implementation="cpu")
 
 
 def test_full_pages_must_fit():
