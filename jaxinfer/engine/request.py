@@ -54,9 +54,10 @@ class Request:
         bad_words: banned token sequences of two or more tokens, matched on the host.
         cache_salt: only requests of the same salt share cached pages; None is a salt of its own.
         source: the request this is a fork of, until its pages are shared: its tokens begin with ours.
-        pages: pages held, in order of position; all but the last may be shared.
+        pages: pages held, in order of position, the dead ones left out; all but the last may be shared.
+        num_dead_pages: pages given back while it runs, behind those of the sinks; see `live_pages.py`.
         page_keys: keys of the first full pages, as far as they have been needed.
-        num_published_pages: of `pages`, those that have been offered to the prefix cache.
+        num_published_pages: of the first pages, dead ones included, those that have been offered to the prefix cache.
         slot: index of the request's state on the device while it runs.
     """
 
@@ -79,6 +80,7 @@ class Request:
     num_computed_tokens: int = 0
     num_in_flight: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
+    num_dead_pages: int = 0
     page_keys: list[bytes] = dataclasses.field(default_factory=list)
     num_published_pages: int = 0
     slot: int | None = None
@@ -112,6 +114,11 @@ class Request:
     def num_tokens_to_sample(self) -> int:
         """Output tokens that may still be asked of the device."""
         return self.max_tokens - len(self.output_token_ids) - self.num_in_flight
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it has filled or may fill, dead ones included."""
+        return len(self.pages) + self.num_dead_pages
 
     @property
     def needs_host_mask(self) -> bool:

@@ -14,6 +14,7 @@ from jaxinfer.model.kv_cache import KVCache, OpenPages
 from jaxinfer.model.layers import MLP, Embedding, RMSNorm, linear
 from jaxinfer.model.open_pages import OpenPlan, packed_view, plan_open_pages
 from jaxinfer.model.rope import rope_tables
+from jaxinfer.model.sinks import SinkPlan, plan_sinks
 from pallas_kernels.paged_attention import Schedule, make_schedule
 from pallas_kernels.pages import Pages
 
@@ -44,6 +45,7 @@ class DecoderLayer(nn.Module):
     def __call__(
         self, x: jax.Array, rope: tuple[jax.Array, jax.Array], k_pages: Pages, v_pages: Pages,
         open_pages: OpenPages | None, batch: TokenBatch, schedule: Schedule, plan: OpenPlan | None,
+        sinks: SinkPlan | None,
     ) -> tuple[jax.Array, Pages, Pages, OpenPages | None]:  # fmt: skip
         """Returns f[T, D] and the layer's pages and open pages."""
         c = self.config
@@ -51,7 +53,7 @@ class DecoderLayer(nn.Module):
             c, self.window, self.use_rope, self.dtype, self.implementation, self.activations, name="attention"
         )
         y = RMSNorm(c.rms_norm_eps, self.dtype, name="attention_norm")(x)
-        y, k_pages, v_pages, open_pages = attention(y, rope, k_pages, v_pages, open_pages, batch, schedule, plan)
+        y, k_pages, v_pages, open_pages = attention(y, rope, k_pages, v_pages, open_pages, batch, schedule, plan, sinks)
         x = x + y
         y = RMSNorm(c.rms_norm_eps, self.dtype, name="mlp_norm")(x)
         mlp = MLP(c.intermediate_size, c.mlp_bias, self.dtype, self.activations, name="mlp")
@@ -94,12 +96,14 @@ class Decoder(nn.Module):
         rope = rope_tables(self.config, batch.positions)
         schedules = {window: self._schedule(cache, batch, window) for window in set(self.config.layer_windows)}
         plans = {window: self._open_plan(cache, batch, window) for window in schedules}
+        sinks = {window: self._sink_plan(cache, batch, window) for window in schedules}
         layers = []
         for i, (layer, window) in enumerate(zip(self.layers, self.config.layer_windows)):
             with jax.named_scope(f"layer_{i}"):
                 opened = None if cache.open_pages is None else cache.open_pages[i]
                 x, *pages = layer(
-                    x, rope, cache.k_pages[i], cache.v_pages[i], opened, batch, schedules[window], plans[window]
+                    x, rope, cache.k_pages[i], cache.v_pages[i], opened, batch, schedules[window], plans[window],
+                    sinks[window],
                 )  # fmt: skip
             layers.append(pages)
         k_pages, v_pages, open_pages = zip(*layers)
@@ -117,6 +121,12 @@ class Decoder(nn.Module):
         if cache.open_pages is None:
             return None
         return plan_open_pages(batch, cache.page_size, cache.open_pages[0][0].shape[1], window)
+
+    def _sink_plan(self, cache: KVCache, batch: TokenBatch, window: int | None) -> SinkPlan | None:
+        if not self.config.attention_sinks:
+            return None
+        assert window is not None, "ModelConfig has checked that"
+        return plan_sinks(self.config, batch, cache.page_size, window)
 
     def logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
         """Returns f32[S, V] of hidden states that `__call__` returned."""
