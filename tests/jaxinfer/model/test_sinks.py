@@ -4,24 +4,17 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer import generate
-from jaxinfer.config import MAX_STREAM_LENGTH, ModelConfig, RopeScaling
-from jaxinfer.kv_spec import KVSpec
-from jaxinfer.model.batch import TokenBatch
+from jaxinfer.config import ModelConfig, RopeScaling
 from jaxinfer.model.decoder import Decoder
-from jaxinfer.model.kv_cache import KVCache
 from jaxinfer.model.params import random_params
 from jaxinfer.model.rope import rope_frequencies
 from tests.helpers import PagedRow
 
 YARN = RopeScaling("yarn", factor=2.0, original_max_position_embeddings=16)
-CONFIG = ModelConfig(
-    "llama", 40, 16, 24, 2, 4, 2, 8, 32, 1e-6, 100.0, rope_scaling=YARN, layer_rope=(True, False)
-)
+CONFIG = ModelConfig("llama", 40, 16, 24, 2, 4, 2, 8, 32, 1e-6, 100.0, rope_scaling=YARN, layer_rope=(True, False))
 TOKENS = np.random.default_rng(3).integers(0, 40, 60)  # beyond the 32 of the model
 
 
