@@ -5,7 +5,8 @@ python scripts/streaming.py measure docs/streaming.csv --mode dense --tokens 163
 python scripts/streaming.py plot docs/streaming.csv docs/streaming.png       (needs matplotlib: pip install ".[plots]")
 
 Every mode is one request over the engine's own steps. Each row of the CSV is a block of the text: the mean loss of its
-tokens, and the KV pages that the request holds behind it. Rows of modes that are measured again are replaced.
+tokens, and the KV pages that the text up to there needs: those that the request holds, or fewer, since it holds pages
+for the rest of a prompt, or of a window, from the start. Rows of modes that are measured again are replaced.
 """
 
 import argparse
@@ -42,10 +43,10 @@ def measure(mode: str, num_tokens: int, model_name: str) -> Iterator[dict[str, s
     engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
     engine.add_request("text", tokens[:num_tokens], params)
     [request] = engine.scheduler.waiting
-    pages, done = 0, 0
+    held, done, page_size = 0, 0, engine.config.page_size
     while engine.has_work:
         engine.step()
-        pages = engine.stats().num_used_pages or pages
+        held = engine.stats().num_used_pages or held
         while len(request.prompt_logprobs) >= done + BLOCK:
             scored = [
                 entry[token].logprob
@@ -53,7 +54,8 @@ def measure(mode: str, num_tokens: int, model_name: str) -> Iterator[dict[str, s
                 if entry is not None  # the first token of all is given
             ]
             loss, done = -sum(scored) / len(scored), done + BLOCK
-            kv = pages * engine.config.page_size * engine.stats().kv_bytes_per_token / 2**20
+            pages = min(held, -(-done // page_size))
+            kv = pages * page_size * engine.stats().kv_bytes_per_token / 2**20
             yield dict(zip(FIELDS, (mode, str(done), f"{loss:.4f}", f"{math.exp(loss):.3f}", str(pages), f"{kv:.1f}")))
 
 

@@ -58,8 +58,8 @@ class PrefixCache:
         for i, page in enumerate(pages):
             if page is None:
                 run = i + 1
-                if i < num_sinks:
-                    break
+                if i < num_sinks or self._live.window is None:
+                    break  # no request can do without it
             else:
                 dead = self._live.num_dead((i + 1) * self._pool.page_size)
                 if run <= (num_sinks + dead if dead else 0):
