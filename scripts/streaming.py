@@ -22,7 +22,7 @@ MODES = {
     "window": ("1,024 recent", {"attention_window": 1024}),
     "dense": ("all", {}),
 }
-FIELDS = ("mode", "end", "loss", "perplexity", "pages", "kv_mib")
+FIELDS: tuple[str, ...] = ("mode", "end", "loss", "perplexity", "pages", "kv_mib")
 
 
 def measure(mode: str, num_tokens: int, model_name: str) -> Iterator[dict[str, str]]:

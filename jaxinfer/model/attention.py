@@ -57,6 +57,7 @@ class Attention(nn.Module):
             q = apply_rope(q, *rope)
         plain = "xla" if self.implementation == "reference" else None  # wanted for shapes, or as an oracle
         key_rope, scale = rope if self.use_rope else None, c.head_dim**-0.5
+        out: Any  # with its log-sum-exp, if there are sinks
         if open_pages is not None:
             assert plan is not None
             part, (k_pages, v_pages), open_pages = attend(
