@@ -5,6 +5,9 @@ from typing import Any, Literal
 
 from jaxinfer.kv_spec import GROUP, KVSpec
 
+# Positions up to here are exact in float32; angles of RoPE are off by position * 2**-24 radians at most.
+MAX_STREAM_LENGTH = 1 << 24
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -33,7 +36,8 @@ class ModelConfig:
     """Shape and options of a decoder, in Hugging Face words.
 
     `layer_windows[i]` is the sliding window of layer i in tokens, None for full attention; `layer_rope[i]` says
-    whether layer i rotates its queries and keys (SmolLM3 leaves some layers without positions).
+    whether layer i rotates its queries and keys (SmolLM3 leaves some layers without positions). The first
+    `attention_sinks` tokens are seen from behind every window, see `streaming`.
     """
 
     family: str
@@ -55,6 +59,7 @@ class ModelConfig:
     qk_norm: bool = False
     layer_windows: tuple[int | None, ...] = ()
     layer_rope: tuple[bool, ...] = ()
+    attention_sinks: int = 0
 
     def __post_init__(self):
         """Fills the per-layer tuples and checks every size.
@@ -80,6 +85,28 @@ class ModelConfig:
                 raise ValueError(f"{name} must have {self.num_layers} entries, got {len(getattr(self, name))}")
         if any(window is not None and window < 1 for window in self.layer_windows):
             raise ValueError(f"sliding windows must be at least 1 token, got {self.layer_windows}")
+        if self.attention_sinks and None in self.layer_windows:
+            raise ValueError(f"attention_sinks need a sliding window in every layer, got {self.layer_windows}")
+
+    def streaming(self, sinks: int, window: int) -> "ModelConfig":
+        """Returns the model as StreamingLLM runs it (Xiao et al., 2023): without an end.
+
+        Every layer sees the first `sinks` tokens and the `window` most recent ones, or those of its own window where
+        that is smaller. Positions are those within what is seen: the query that looks at the sinks stands right
+        behind the window, at position `sinks + window - 1` at most.
+
+        Raises:
+            ValueError: sinks and window together are longer than what the model was trained on.
+        """
+        if sinks + window > self.max_position_embeddings:
+            raise ValueError(
+                f"{sinks} sinks and a window of {window} are more than the {self.max_position_embeddings} tokens that "
+                "the model was trained on; lower attention_window"
+            )
+        windows = tuple(min(window, own or window) for own in self.layer_windows)
+        return dataclasses.replace(
+            self, layer_windows=windows, attention_sinks=sinks, max_position_embeddings=MAX_STREAM_LENGTH
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -116,6 +143,9 @@ class EngineConfig:
             KV head; others pay nothing else.
         seed: makes the random seeds of requests that have none repeatable; None draws them from the system.
         attention_implementation: name of a kernel, or None for the fastest that accepts the arguments.
+        attention_window: StreamingLLM: every token sees the sinks and so many most recent tokens, itself included, and
+            memory and time a token stop growing; None sees all. `max_model_len` may then be beyond the model's limit.
+        attention_sinks: the first tokens of a text that every token sees beside its `attention_window`.
     """
 
     max_num_seqs: int = 64
@@ -132,6 +162,8 @@ class EngineConfig:
     h2o: bool = False
     seed: int | None = None
     attention_implementation: str | None = None
+    attention_window: int | None = None
+    attention_sinks: int = 0
 
     def __post_init__(self):
         """Checks every limit.
@@ -162,6 +194,7 @@ class EngineConfig:
                 f"h2o moves single tokens, which kv_dtype={self.kv_dtype!r} packs a page at a time: use float8, int8 or"
                 " a precision without scales"
             )
+        self._check_streaming()
         if self.policy not in ("fcfs", "priority"):
             raise ValueError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
         if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
@@ -170,6 +203,32 @@ class EngineConfig:
     def kv_spec(self, dtype: Any) -> KVSpec:
         """Returns the precision of the KV cache of a decoder of this dtype (or name of one)."""
         return KVSpec.parse(self.kv_dtype, dtype)
+
+    def seen_by(self, model: ModelConfig) -> ModelConfig:
+        """Returns the model with the attention that `attention_window` and `attention_sinks` ask for.
+
+        Raises:
+            ValueError: see `ModelConfig.streaming`; or sinks would be seen before their page is packed.
+        """
+        if self.attention_window is None:
+            return model
+        model = model.streaming(self.attention_sinks, self.attention_window)
+        shortest = min(window for window in model.layer_windows if window)
+        if self.attention_sinks and shortest < self.page_size and self.kv_spec("float32").open:
+            raise ValueError(
+                f"kv_dtype={self.kv_dtype!r} packs a page when it is full, and sinks are read from packed pages: a "
+                f"window of {shortest} must be at least page_size={self.page_size}"
+            )
+        return model
+
+    def _check_streaming(self) -> None:
+        window, sinks = self.attention_window, self.attention_sinks
+        if window is not None:
+            _check_positive("attention_window", window)
+        if not isinstance(sinks, int) or isinstance(sinks, bool) or sinks < 0:
+            raise ValueError(f"attention_sinks must be a non-negative integer, got {sinks!r}")
+        if sinks and window is None:
+            raise ValueError(f"attention_sinks={sinks} needs attention_window, the recent tokens that are seen beside")
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -40,7 +40,7 @@ def phases(engine: Engine, traces: Sequence[Trace]) -> dict[str, Phase]:
     "prefill" up to the first token of a request that runs alone; "decode" after the last first token, if every request
     still runs then. Both count a read of all weights for each step.
     """
-    config, itemsize = engine.model.config, _kv_itemsize(engine)
+    config, itemsize = engine.config.seen_by(engine.model.config), _kv_itemsize(engine)
     found = {}
     if len(traces) == 1:
         [trace] = traces

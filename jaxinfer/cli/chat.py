@@ -38,13 +38,17 @@ Ctrl-C stops an answer; at the prompt, twice in a row leaves."""
 @click.option("--system", help="System message.")
 def chat(
     model: str, dtype: str | None, quantize: str | None, activations: str | None, kv_dtype: str,
-    max_model_len: int | None, system: str | None, **sampling: Any,
+    attention_window: int | None, attention_sinks: int, max_model_len: int | None, system: str | None,
+    **sampling: Any,
 ) -> None:  # fmt: skip
     """Talk with a model; answers are streamed, and Ctrl-C stops an answer and not the program."""
     check_sampling(sampling)
     forgets = sampling["h2o"] is not None
     with collection_deferred():
-        llm = make_llm(find_model(model), dtype, quantize, activations, kv_dtype, max_model_len, forgets)
+        llm = make_llm(
+            find_model(model), dtype, quantize, activations, kv_dtype, max_model_len,
+            attention_window=attention_window, attention_sinks=attention_sinks, h2o=forgets,
+        )  # fmt: skip
     if llm.tokenizer.chat_template is None:
         raise ValueError(f"{model} has no chat template: use `jaxinfer run --raw`, or an instruct model")
     conversation = Conversation(llm, make_sampling_params(llm.model.default_sampling_params, sampling), system)

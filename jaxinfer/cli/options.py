@@ -51,6 +51,10 @@ _WEIGHTS = (
     click.option("--activations", type=click.Choice(["float32", "int16", "int8"]),
                  help="What packed weights are multiplied with; by default floats as they are. "
                       "int16 and int8 round them: faster, less exact."),
+    click.option("--attention-window", type=int,
+                 help="See only so many recent tokens, and the sinks: --max-model-len may then be beyond the model's."),
+    click.option("--attention-sinks", type=int, default=0, show_default=True,
+                 help="First tokens that are always seen beside --attention-window, such as 4 (StreamingLLM)."),
 )  # fmt: skip
 
 _MODEL = (
@@ -157,9 +161,9 @@ def find_config(model: str) -> tuple["ModelConfig", Path | None]:
 
 def make_llm(
     path: Path, dtype: str | None, quantize: str | None, activations: str | None, kv_dtype: str,
-    max_model_len: int | None, h2o: bool = False,
+    max_model_len: int | None, **engine: Any,
 ) -> "LLM":  # fmt: skip
-    """Loads a model for one conversation at a time, with progress on standard error."""
+    """Loads a model for one conversation at a time, with progress on standard error; `engine`: for `EngineConfig`."""
     from jaxinfer.cli.progress import byte_progress
     from jaxinfer.kv_spec import KVSpec
     from jaxinfer.llm import LLM
@@ -170,7 +174,7 @@ def make_llm(
     if max_model_len is None:
         max_model_len = min(loaded.config.max_position_embeddings, DEFAULT_LENGTH)
     page_size = KVSpec.parse(kv_dtype, "float32").page_size
-    return LLM(loaded, max_num_seqs=1, max_model_len=max_model_len, kv_dtype=kv_dtype, page_size=page_size, h2o=h2o)
+    return LLM(loaded, max_num_seqs=1, max_model_len=max_model_len, kv_dtype=kv_dtype, page_size=page_size, **engine)
 
 
 def prepare(llm: "LLM", prompt: str, params: "SamplingParams") -> None:

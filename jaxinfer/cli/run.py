@@ -28,7 +28,8 @@ from jaxinfer.cli.stopwatch import Stopwatch
 @click.option("--timings", is_flag=True, help="Show on standard error where the time went.")
 def run(
     prompt: str | None, model: str, dtype: str | None, quantize: str | None, activations: str | None,
-    kv_dtype: str, max_model_len: int | None, raw: bool, system: str | None, timings: bool, **sampling: Any,
+    kv_dtype: str, attention_window: int | None, attention_sinks: int, max_model_len: int | None, raw: bool,
+    system: str | None, timings: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Answer PROMPT, writing the text to standard output as it comes.
 
@@ -43,7 +44,10 @@ def run(
         import jaxinfer.llm  # noqa: F401  (the import is timed by itself)
 
         watch.lap("import")
-        llm = make_llm(path, dtype, quantize, activations, kv_dtype, max_model_len, sampling["h2o"] is not None)
+        llm = make_llm(
+            path, dtype, quantize, activations, kv_dtype, max_model_len, attention_window=attention_window,
+            attention_sinks=attention_sinks, h2o=sampling["h2o"] is not None,
+        )  # fmt: skip
         watch.lap("load")
         params = make_sampling_params(llm.model.default_sampling_params, sampling)
         use_template = llm.tokenizer.chat_template is not None and not raw

@@ -56,6 +56,7 @@ from jaxinfer.cli.output import notice
 )
 def serve(
     model: str, dtype: str | None, quantize: str | None, activations: str | None, kv_dtype: str,
+    attention_window: int | None, attention_sinks: int,
     host: str, port: int, log_level: str, max_body_mib: float, max_model_len: int | None, max_num_seqs: int,
     max_num_batched_tokens: int, memory_fraction: float, policy: Any, h2o: bool, model_name: str | None,
     api_key: str | None, **limits: Any,
@@ -70,7 +71,8 @@ def serve(
 
     engine_config = EngineConfig(
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-        memory_fraction=memory_fraction, policy=policy, kv_dtype=kv_dtype, h2o=h2o,
+        memory_fraction=memory_fraction, policy=policy, kv_dtype=kv_dtype, attention_window=attention_window,
+        attention_sinks=attention_sinks, h2o=h2o,
         page_size=KVSpec.parse(kv_dtype, "float32").page_size,
     )  # fmt: skip
     config = ServerConfig(

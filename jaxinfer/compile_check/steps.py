@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.compile_check.plan import Plan
 from jaxinfer.engine.batch import BatchShape, Buckets
+from jaxinfer.engine.live_pages import LivePages
 from jaxinfer.engine.memory import plan_pages
 from jaxinfer.engine.state import EngineState
 from jaxinfer.engine.step import jit_step
@@ -60,7 +61,7 @@ def engine_steps(plan: Plan, mesh: Any, num_pages: int) -> Iterator[AbstractStep
     state = dataclasses.replace(_place(state, everywhere), cache=_place(state.cache, by_head))
 
     assert engine.max_model_len is not None
-    buckets = Buckets.of(engine, engine.max_model_len)
+    buckets = Buckets.of(engine, LivePages.of(config, engine).most(engine.max_model_len))
     shapes = {
         "decode": buckets.decode(engine.max_num_seqs),
         "prefill": buckets.ragged(engine.max_num_batched_tokens, engine.max_num_seqs),

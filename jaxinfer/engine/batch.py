@@ -44,7 +44,8 @@ class BatchShape:
         T, S, M = self.num_tokens, self.num_rows, self.pages_per_row
         shapes: dict[str, tuple[int, ...]] = {}
         shapes |= dict.fromkeys(("token_ids", "positions", "slot_mapping"), (T,))
-        shapes |= {"page_indices": (S, M), "kv_lens": (S,), "cu_q_lens": (S + 1,), "num_decode_rows": ()}
+        shapes |= {"page_indices": (S, M), "kv_lens": (S,), "dead_lens": (S,)}
+        shapes |= {"cu_q_lens": (S + 1,), "num_decode_rows": ()}
         shapes |= {"logits_indices": (S,), "num_samples": (S,)}
         if self.h2o:
             shapes |= {f"h2o.{field.name}": (S,) for field in dataclasses.fields(H2ORows)}
@@ -106,7 +107,7 @@ class Buckets:
     h2o: bool = False  # whether steps of requests with H2O occur
 
     @classmethod
-    def of(cls, config: EngineConfig, max_model_len: int, min_decode_rows: int = 1) -> "Buckets":
+    def of(cls, config: EngineConfig, pages_per_row: int, min_decode_rows: int = 1) -> "Buckets":
         """Returns powers of two up to the engine's limits, and from 128 tokens on the values half way between."""
         seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
         ragged = {16 << i for i in range(32)} | {192 << i for i in range(32)}
@@ -114,7 +115,7 @@ class Buckets:
             decode_rows=_ladder({1 << i for i in range(32) if 1 << i >= min_decode_rows}, max(seqs, min_decode_rows)),
             ragged_tokens=_ladder(ragged, tokens),
             ragged_rows=_ladder({8}, seqs),
-            pages_per_row=-(-max_model_len // config.page_size),
+            pages_per_row=pages_per_row,
             h2o=config.h2o,
         )
 
@@ -159,14 +160,17 @@ def build_batch(step: ScheduledStep, shape: BatchShape, page_size: int) -> tuple
         request, start, stop = row.request, row.start, row.start + row.num_tokens
         begin, end = end, end + row.num_tokens
         pages = np.asarray(request.pages, np.int32)
+        dead = request.num_dead_pages * page_size
         positions = np.arange(start, stop, dtype=np.int32)
+        places = positions - dead
         parts["positions"][begin:end] = positions
-        kv_len = request.num_places(stop)
-        if kv_len == stop:  # else the token goes where the device forgets one
-            parts["slot_mapping"][begin:end] = pages[positions // page_size] * page_size + positions % page_size
+        kv_len = request.num_places(stop) - dead
+        if kv_len == stop - dead:  # else the token goes where the device forgets one
+            parts["slot_mapping"][begin:end] = pages[places // page_size] * page_size + places % page_size
         known = request.token_ids(start, stop)
         parts["token_ids"][begin:end] = known if len(known) == row.num_tokens else -1
         parts["page_indices"][s, : len(pages)] = pages
+        parts["dead_lens"][s] = dead
         parts["kv_lens"][s] = kv_len
         parts["cu_q_lens"][s + 1] = end
         parts["logits_indices"][s] = end - 1

@@ -11,6 +11,7 @@ import numpy as np
 from jaxinfer.compile_cache import ProgramCache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.admission import fork_requests, make_requests
+from jaxinfer.engine.live_pages import LivePages
 from jaxinfer.engine.memory import free_memory, plan_pages
 from jaxinfer.engine.outputs import CompletionChunk, RequestOutput, most_probable
 from jaxinfer.engine.page_pool import PagePool
@@ -40,6 +41,7 @@ class EngineStats:
         prefix_cache: what it was asked and has found.
         num_evictions: cached pages whose memory was needed.
         num_page_copies: pages copied for forks.
+        num_dead_pages: pages that running requests have given back, since no later token sees them.
         num_prefill_tokens: tokens computed, but for those that were just sampled.
         num_preemptions: requests that lost their pages, counted each time.
         num_steps: dispatches.
@@ -57,6 +59,7 @@ class EngineStats:
     prefix_cache: PrefixStats
     num_evictions: int
     num_page_copies: int
+    num_dead_pages: int
     num_prefill_tokens: int
     num_preemptions: int
     num_steps: int
@@ -86,7 +89,7 @@ class Engine:
                 f"the engine runs on one device so far, the model lies on {len(devices)}: load it without mesh, or use"
                 " jaxinfer.generate, which works on any mesh"
             )
-        if config.h2o and any(window is not None for window in model.config.layer_windows):
+        if config.h2o and any(window is not None for window in config.seen_by(model.config).layer_windows):
             raise ValueError(
                 "h2o needs layers that see all keys: those of a sliding window have a rule of their own for what they"
                 " forget; leave out h2o"
@@ -96,9 +99,10 @@ class Engine:
         num_pages, self.max_model_len = plan_pages(
             model.config, config, kv, free_memory(device), device.platform == "cpu"
         )
-        self.scheduler = Scheduler(config, PagePool(num_pages, config.page_size))
+        self.scheduler = Scheduler(config, PagePool(num_pages, config.page_size), LivePages.of(model.config, config))
+        seen = config.seen_by(model.config)
         self.runner = ModelRunner(
-            dataclasses.replace(model.spec, implementation=config.attention_implementation),
+            dataclasses.replace(model.spec, config=seen, implementation=config.attention_implementation),
             model.params, config, num_pages=num_pages, max_model_len=self.max_model_len,
             stop_token_ids=frozenset(model.tokenizer.eos_token_ids), programs=programs,
         )  # fmt: skip
@@ -292,6 +296,7 @@ class Engine:
             prefix_cache=dataclasses.replace(prefix_stats),
             num_evictions=pool.num_evictions,
             num_page_copies=scheduler.num_page_copies,
+            num_dead_pages=scheduler.num_dead_pages,
             num_prefill_tokens=scheduler.num_prefill_tokens,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,

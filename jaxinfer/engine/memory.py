@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 
 from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.engine.live_pages import LivePages
 from jaxinfer.kv_spec import KVSpec
 from jaxinfer.model.kv_cache import KeyLog
 
@@ -37,7 +38,8 @@ def plan_pages(model: ModelConfig, config: EngineConfig, kv: KVSpec, free: int, 
     """Returns the number of pages, the null page included, and the longest request in tokens.
 
     Unless `num_pages` is given, never more pages than `max_num_seqs` requests of full length could use. Without
-    `max_model_len` the length is the model's own, or what the pages can hold where that is less.
+    `max_model_len` the length is the model's own, or what the pages can hold where that is less. Where every layer has
+    a window, a request of any length holds a bounded number of pages (`LivePages`).
 
     Args:
         model: shape of the model.
@@ -49,10 +51,10 @@ def plan_pages(model: ModelConfig, config: EngineConfig, kv: KVSpec, free: int, 
     Raises:
         ValueError: the pages cannot hold one request of `max_model_len` tokens, or that is more than the model's limit.
     """
-    limit = model.max_position_embeddings
+    live, limit = LivePages.of(model, config), config.seen_by(model).max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(f"max_model_len={config.max_model_len} is more than the model's {limit} tokens")
-    wanted = config.max_model_len or limit
+    wanted = config.max_model_len or model.max_position_embeddings
     num_pages = config.num_pages
     if num_pages is None:
         page_bytes = kv.page_bytes(model, config.page_size)
@@ -63,7 +65,7 @@ def plan_pages(model: ModelConfig, config: EngineConfig, kv: KVSpec, free: int, 
         if is_cpu:
             budget = min(budget, CPU_CACHE_LIMIT + open_bytes)
         budget -= open_bytes
-        full = 1 + config.max_num_seqs * -(-wanted // config.page_size)
+        full = 1 + config.max_num_seqs * live.most(wanted)
         num_pages = min(full, budget // page_bytes)
         if num_pages < 2:
             raise ValueError(
@@ -73,10 +75,13 @@ def plan_pages(model: ModelConfig, config: EngineConfig, kv: KVSpec, free: int, 
                 "or set num_pages or a smaller kv_dtype"
             )
     capacity = (num_pages - 1) * config.page_size
+    if live.most(wanted) < num_pages:
+        capacity = max(capacity, wanted)
     if config.max_model_len is not None and capacity < config.max_model_len:
         raise ValueError(
             f"the KV cache is too small for one request: {num_pages} pages hold {capacity} tokens, "
-            f"max_model_len is {config.max_model_len}; raise num_pages or memory_fraction, or lower max_model_len"
+            f"max_model_len is {config.max_model_len}, which needs {1 + live.most(wanted)} pages; raise num_pages or "
+            "memory_fraction, or lower max_model_len"
         )
     if capacity < 2:
         raise ValueError(

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 from array import array
 
+from jaxinfer.engine.live_pages import LivePages
 from jaxinfer.engine.page_pool import PagePool
 from jaxinfer.engine.request import Request
 
@@ -36,28 +37,36 @@ class PrefixCache:
     even a request admitted to the same step may read it.
     """
 
-    def __init__(self, pool: PagePool):
-        """Makes an empty cache over `pool`."""
+    def __init__(self, pool: PagePool, live: LivePages):
+        """Makes an empty cache over `pool`; `live` says which pages a request needs."""
         self._pool = pool
+        self._live = live
         self.stats = PrefixStats()
 
-    def match(self, request: Request) -> list[int]:
-        """Returns the longest run of pages that hold the request's tokens from the first on.
+    def match(self, request: Request) -> tuple[list[int], int]:
+        """Returns the pages of as many first tokens of the request as can be found, and how many of theirs are dead.
 
         One token at least is left to be computed, since the next is sampled from it; of a request that wants
-        log-probabilities of its prompt, or must know what attention its tokens receive (H2O), all are.
+        log-probabilities of its prompt, or must know what attention its tokens receive (H2O), all are. Pages that
+        nobody will look at need not be there.
         """
         if request.params.prompt_logprobs is not None or request.params.h2o is not None:
-            return []
+            return [], 0
         count = (request.num_known_tokens - 1) // self._pool.page_size
         self._make_keys(request, count)
-        pages = []
-        for key in request.page_keys[:count]:
-            page = self._pool.find(key)
+        pages, num_sinks = [self._pool.find(key) for key in request.page_keys[:count]], self._live.num_sink_pages
+        best, num_dead, run = 0, 0, 0  # run: where the pages begin that are there without a gap
+        for i, page in enumerate(pages):
             if page is None:
-                break
-            pages.append(page)
-        return pages
+                run = i + 1
+                if i < num_sinks or self._live.window is None:
+                    break  # no request can do without it
+            else:
+                dead = self._live.num_dead((i + 1) * self._pool.page_size)
+                if run <= (num_sinks + dead if dead else 0):
+                    best, num_dead = i + 1, dead
+        found = pages[: min(num_sinks, best)] + pages[min(num_sinks, best) + num_dead : best]
+        return [page for page in found if page is not None], num_dead
 
     def count(self, request: Request, num_hit_tokens: int) -> None:
         """Counts an admission."""
@@ -76,8 +85,10 @@ class PrefixCache:
         if count <= request.num_published_pages:
             return
         self._make_keys(request, count)
+        num_sinks, num_dead = self._live.num_sink_pages, request.num_dead_pages
         for i in range(request.num_published_pages, count):
-            self._pool.publish(request.pages[i], request.page_keys[i])
+            if i < num_sinks or i >= num_sinks + num_dead:  # a small window may have left a page before it was read
+                self._pool.publish(request.pages[i if i < num_sinks else i - num_dead], request.page_keys[i])
         request.num_published_pages = count
 
     def _make_keys(self, request: Request, count: int) -> None:

@@ -61,9 +61,10 @@ class Request:
         is_steered: its tokens are chosen by the caller (`Engine.extend`); what is sampled is dropped.
         candidates: of a steered request all of whose tokens are computed: the most probable next tokens, the best
             first, and their log-probabilities.
-        pages: pages held, in order of position; all but the last may be shared.
+        pages: pages held, in order of position, the dead ones left out; all but the last may be shared.
+        num_dead_pages: pages given back while it runs, behind those of the sinks; see `live_pages.py`.
         page_keys: keys of the first full pages, as far as they have been needed.
-        num_published_pages: of `pages`, those that have been offered to the prefix cache.
+        num_published_pages: of the first pages, dead ones included, those that have been offered to the prefix cache.
         slot: index of the request's state on the device while it runs.
         is_compacted: what `params.h2o` forgets of the prompt has been forgotten.
     """
@@ -89,6 +90,7 @@ class Request:
     num_computed_tokens: int = 0
     num_in_flight: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
+    num_dead_pages: int = 0
     page_keys: list[bytes] = dataclasses.field(default_factory=list)
     num_published_pages: int = 0
     slot: int | None = None
@@ -147,6 +149,11 @@ class Request:
         """Whether the prompt takes more places than `params.h2o` leaves it, and none of it has been forgotten."""
         h2o = self.params.h2o
         return h2o is not None and self.num_prompt_tokens > h2o.budget and not self.is_compacted
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it has filled or may fill, dead ones included."""
+        return len(self.pages) + self.num_dead_pages
 
     @property
     def needs_host_mask(self) -> bool:

@@ -18,6 +18,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.batch import BatchShape, Buckets, build_batch
 from jaxinfer.engine.compaction import Compaction
 from jaxinfer.engine.key_logs import KeyLogs
+from jaxinfer.engine.live_pages import LivePages
 from jaxinfer.engine.memory import trim_heap
 from jaxinfer.engine.page_pool import NULL_PAGE
 from jaxinfer.engine.request import Request
@@ -83,7 +84,9 @@ class ModelRunner:
         self.decoder = decoder
         self.params = params
         self.config = config
-        self.buckets = Buckets.of(config, max_model_len, _min_decode_rows(decoder))
+        self.buckets = Buckets.of(
+            config, LivePages.of(decoder.config, config).most(max_model_len), _min_decode_rows(decoder)
+        )
         self.stats = CompileStats()
         self._stop_token_ids = stop_token_ids
         self._dirty_slots: set[int] = set()

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.compaction import Compaction, check_compaction, compact
+from jaxinfer.engine.forks import ForkRule
+from jaxinfer.engine.live_pages import LivePages
 from jaxinfer.engine.page_pool import PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
 from jaxinfer.engine.request import FinishReason, Request, Status
@@ -71,17 +73,19 @@ class ScheduledStep:
 class Scheduler:
     """Waiting and running requests, the page pool and the device slots."""
 
-    def __init__(self, config: EngineConfig, pool: PagePool):
-        """Makes an empty scheduler over `pool`."""
+    def __init__(self, config: EngineConfig, pool: PagePool, live: LivePages | None = None):
+        """Makes an empty scheduler over `pool`; `live` says which pages requests give back while they run."""
         self.config = config
         self.pool = pool
+        self.live = live or LivePages(pool.page_size)
         self.waiting: list[Request] = []  # both sorted by sort_key
         self.running: list[Request] = []
         self.forks: list[Request] = []  # join the waiting ones when their source has computed what they share
-        self.prefix_cache = PrefixCache(pool) if config.prefix_cache else None
-        self._has_open_pages = config.kv_spec("float32").open is not None
+        self.prefix_cache = PrefixCache(pool, self.live) if config.prefix_cache else None
+        self._fork_rule = ForkRule(self.live, config.kv_spec("float32").open is not None)
         self.num_preemptions = 0
         self.num_page_copies = 0
+        self.num_dead_pages = 0
         self.num_prefill_tokens = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._arrivals = 0
@@ -105,7 +109,7 @@ class Scheduler:
         self._queue_forks()
         compactions: list[Compaction] = []
         num_steps = self._num_decode_steps()
-        decode_rows = self._schedule_decodes(num_steps, compactions)
+        decode_rows = self._schedule_decodes(num_steps, compactions)  # and pages for chunks
         budget = self.config.max_num_batched_tokens - len(decode_rows)
         chunks: list[ScheduledRow] = []
         for request in self.running:
@@ -171,7 +175,7 @@ class Scheduler:
     @property
     def num_unused_places(self) -> int:
         """Places in the pages of running requests for which they have no token: only a last page has them."""
-        return sum(len(r.pages) * self.pool.page_size - r.num_places(r.num_tokens) for r in self.running)
+        return sum(max(0, r.num_pages * self.pool.page_size - r.num_places(r.num_tokens)) for r in self.running)
 
     def check_integrity(self) -> None:
         """Checks that pages and slots are owned exactly once and that counters fit together.
@@ -197,13 +201,15 @@ class Scheduler:
                     f"{request.request_id}: {request.num_published_pages} pages published, "
                     f"{request.num_computed_tokens} tokens computed"
                 )
-            held = len(request.pages) * self.pool.page_size
-            computed = request.num_computed_tokens
+            held, computed = request.num_pages * self.pool.page_size, request.num_computed_tokens
             if computed > request.num_tokens or request.num_places(computed) > held:
                 raise RuntimeError(f"{request.request_id}: {computed} tokens computed, room for {held}")
             check_compaction(request, self.pool)
+            if request.num_dead_pages > self.live.num_dead(computed):
+                raise RuntimeError(f"{request.request_id} has given back pages that its next token sees")
         for request in self.waiting + self.forks:
-            if request.pages or request.slot is not None or request.num_computed_tokens or request.num_published_pages:
+            counts = request.num_pages, request.num_computed_tokens, request.num_published_pages
+            if any(counts) or request.slot is not None:
                 raise RuntimeError(f"{request.request_id} waits and holds pages, a slot or computed tokens")
 
     def _num_decode_steps(self) -> int:
@@ -221,32 +227,52 @@ class Scheduler:
     def _missing_pages(self, request: Request, num_steps: int) -> int:
         ahead = max(1, min(num_steps, request.num_tokens_to_sample))
         places = request.num_places(request.num_computed_tokens + ahead)
-        return self.pool.pages_for(places) - len(request.pages)
+        return self.pool.pages_for(places) - request.num_pages
 
     def _schedule_decodes(self, num_steps: int, compactions: list[Compaction]) -> list[ScheduledRow]:
         rows = []
         for request in list(self.running):
-            if request.status is not Status.RUNNING or request.num_tokens_to_compute != 1:
+            if request.status is not Status.RUNNING:
+                continue
+            self._give_back_dead_pages(request)
+            if request.num_tokens_to_compute > 1 and self.live.window is not None:  # else it has them all
+                self._grow(request, self._pages_to_hold(request, request.num_dead_pages) - len(request.pages))
+            if request.num_tokens_to_compute != 1:
                 continue
             if request.num_tokens_to_sample < 1 or (request.waits_for_host and request.num_in_flight):
                 continue  # its last tokens are on their way, or the host must see them first
             compactions += compact(request, self.pool)
-            if self._grow(request, num_steps):
+            if self._grow(request, self._missing_pages(request, num_steps)):
                 num_samples = min(num_steps, request.num_tokens_to_sample)
                 rows.append(ScheduledRow(request, request.num_computed_tokens, 1, num_samples))
                 request.num_computed_tokens += num_samples
                 request.num_in_flight += num_samples
         return rows
 
-    def _grow(self, request: Request, num_steps: int) -> bool:
-        """Gives a decoding request the pages it needs; preempts from the back of the queue, itself last."""
-        while (pages := self.pool.allocate(max(0, self._missing_pages(request, num_steps)))) is None:
+    def _grow(self, request: Request, num_pages: int) -> bool:
+        """Gives a running request pages that it needs; preempts from the back of the queue, itself last."""
+        while (pages := self.pool.allocate(max(0, num_pages))) is None:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
         request.pages += pages
         return True
+
+    def _give_back_dead_pages(self, request: Request) -> None:
+        """Frees the pages that neither the last computed token, which a fork computes again, nor any later one sees."""
+        count = self.live.num_dead(request.num_computed_tokens - 1) - request.num_dead_pages
+        if count > 0:
+            begin = self.live.num_sink_pages
+            self.pool.free(request.pages[begin : begin + count])
+            del request.pages[begin : begin + count]
+            request.num_dead_pages += count
+            self.num_dead_pages += count
+
+    def _pages_to_hold(self, request: Request, num_dead: int) -> int:
+        """Returns the pages for all tokens of a request, or as many of them as are alive at once."""
+        num_tokens = min(request.num_tokens, request.num_exact_tokens)
+        return min(self.pool.pages_for(num_tokens) - num_dead, self.live.most(num_tokens))
 
     def _schedule_chunk(self, request: Request, budget: int) -> ScheduledRow:
         start = request.num_computed_tokens
@@ -265,18 +291,17 @@ class Scheduler:
         request = self.waiting[0]
         if any(row.request is request.source for row in chunks):
             return None  # what it shares is there after this step, and pages are copied before it
-        forked = self._is_forkable(request)
-        shared, partial = self._fork_pages(request) if forked else (self._cached_pages(request), [])
+        forked = self._fork_rule.can_share(request)
+        shared, partial, num_dead = self._fork_rule.pages(request) if forked else self._cached_pages(request)
         num_shared = len(shared)
-        num_places = min(request.num_tokens, request.num_exact_tokens)
-        pages = self.pool.allocate(self.pool.pages_for(num_places) - num_shared, shared)
+        pages = self.pool.allocate(self._pages_to_hold(request, num_dead) - num_shared, shared)
         if pages is None:
             return None
         self.waiting.pop(0)
         copies += zip(partial, pages[num_shared:])
-        request.pages = pages
-        request.num_published_pages = num_shared
-        request.num_computed_tokens = request.num_tokens - 1 if partial else num_shared * self.pool.page_size
+        request.pages, request.num_dead_pages = pages, num_dead
+        request.num_published_pages = num_found = num_shared + num_dead
+        request.num_computed_tokens = request.num_tokens - 1 if partial else num_found * self.pool.page_size
         if self.prefix_cache and not forked:
             self.prefix_cache.count(request, request.num_computed_tokens)
         if not request.metrics.num_preemptions:
@@ -289,32 +314,14 @@ class Scheduler:
         return request
 
     def _queue_forks(self) -> None:
-        """Queues the forks that need not wait for their source: it has computed what they share, or has ended."""
-        if ready := [r for r in self.forks if self._is_forkable(r) or (r.source and r.source.is_finished)]:
-            self.forks = [request for request in self.forks if request not in ready]
-            for request in ready:
+        if due := [request for request in self.forks if self._fork_rule.is_due(request)]:
+            self.forks = [request for request in self.forks if request not in due]
+            for request in due:
                 _insert(self.waiting, request)
 
-    def _is_forkable(self, request: Request) -> bool:
-        source = request.source
-        return (
-            source is not None
-            and source.status is Status.RUNNING
-            and source.num_computed_tokens >= request.num_tokens - 1
-        )
-
-    def _fork_pages(self, request: Request) -> tuple[list[int], list[int]]:
-        """Returns the source's pages that hold all tokens but the last: full ones, and the one that it goes on in.
-
-        An open page is its owner's, who goes on writing it: what is in it the fork computes again.
-        """
-        source, (num_full, rest) = request.source, divmod(request.num_tokens - 1, self.pool.page_size)
-        assert source is not None
-        request.page_keys = source.page_keys[:num_full]
-        return source.pages[:num_full], source.pages[num_full : num_full + (rest > 0 and not self._has_open_pages)]
-
-    def _cached_pages(self, request: Request) -> list[int]:
-        return self.prefix_cache.match(request) if self.prefix_cache else []
+    def _cached_pages(self, request: Request) -> tuple[list[int], list[int], int]:
+        pages, num_dead = self.prefix_cache.match(request) if self.prefix_cache else ([], 0)
+        return pages, [], num_dead
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
@@ -328,7 +335,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.pool.free(request.pages)
         request.pages = []
-        request.num_published_pages = 0
+        request.num_dead_pages = request.num_published_pages = 0
         request.is_compacted = False
         assert request.slot is not None
         self._free_slots.append(request.slot)

@@ -70,8 +70,9 @@ def decode_steps(
         step, token_ids, stopped, state, output = carry
         active = is_active(step, stopped)
         tokens = decode_batch(
-            token_ids, first_positions + step, batch.tokens.page_indices, active, page_size, slots, batch.tokens.h2o
-        )
+            token_ids, first_positions + step, batch.tokens.page_indices, active, page_size, slots,
+            batch.tokens.dead_lens, batch.tokens.h2o,
+        )  # fmt: skip
         hidden, cache = forward(decoder, params, state.cache, tokens)
         state = dataclasses.replace(state, cache=cache)
         rows = dataclasses.replace(batch.sampling, positions=batch.sampling.positions + step, active=active)

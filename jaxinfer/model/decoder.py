@@ -15,6 +15,7 @@ from jaxinfer.model.kv_cache import KVCache
 from jaxinfer.model.layers import MLP, Embedding, RMSNorm, linear
 from jaxinfer.model.open_pages import packed_view, plan_open_pages
 from jaxinfer.model.rope import rope_tables
+from jaxinfer.model.sinks import SinkPlan, plan_sinks
 from pallas_kernels.paged_attention import Schedule, make_schedule
 from pallas_kernels.pages import Pages
 
@@ -44,7 +45,7 @@ class DecoderLayer(nn.Module):
     @nn.compact
     def __call__(
         self, x: jax.Array, rope: tuple[jax.Array, jax.Array], k_pages: Pages, v_pages: Pages,
-        beside: Beside, batch: TokenBatch, schedule: Schedule, plan: Plan,
+        beside: Beside, batch: TokenBatch, schedule: Schedule, plan: Plan, sinks: SinkPlan | None,
     ) -> tuple[jax.Array, Pages, Pages, Beside]:  # fmt: skip
         """Returns f[T, D] and the layer's cache."""
         c = self.config
@@ -52,7 +53,7 @@ class DecoderLayer(nn.Module):
             c, self.window, self.use_rope, self.dtype, self.implementation, self.activations, name="attention"
         )
         y = RMSNorm(c.rms_norm_eps, self.dtype, name="attention_norm")(x)
-        y, k_pages, v_pages, beside = attention(y, rope, k_pages, v_pages, beside, batch, schedule, plan)
+        y, k_pages, v_pages, beside = attention(y, rope, k_pages, v_pages, beside, batch, schedule, plan, sinks)
         x, y = RMSNorm(c.rms_norm_eps, self.dtype, name="mlp_norm").add(x, y)
         mlp = MLP(c.intermediate_size, c.mlp_bias, self.dtype, self.activations, name="mlp")
         return x + mlp(y), k_pages, v_pages, beside
@@ -94,11 +95,13 @@ class Decoder(nn.Module):
         rope = rope_tables(self.config, batch.positions)
         schedules = {window: self._schedule(cache, batch, window) for window in set(self.config.layer_windows)}
         plans = {window: self._plan(cache, batch, window) for window in schedules}
+        sinks = {window: self._sink_plan(cache, batch, window) for window in schedules}
         beside, layers = cache.open_pages or cache.key_logs or (None,) * len(self.layers), []
         for i, (layer, window) in enumerate(zip(self.layers, self.config.layer_windows)):
             with jax.named_scope(f"layer_{i}"):
                 x, *pages = layer(
-                    x, rope, cache.k_pages[i], cache.v_pages[i], beside[i], batch, schedules[window], plans[window]
+                    x, rope, cache.k_pages[i], cache.v_pages[i], beside[i], batch, schedules[window], plans[window],
+                    sinks[window],
                 )  # fmt: skip
             layers.append(pages)
         k_pages, v_pages, beside = zip(*layers)
@@ -119,6 +122,12 @@ class Decoder(nn.Module):
         if cache.open_pages is None:
             return None
         return plan_open_pages(batch, cache.page_size, cache.open_pages[0][0].shape[1], window)
+
+    def _sink_plan(self, cache: KVCache, batch: TokenBatch, window: int | None) -> SinkPlan | None:
+        if not self.config.attention_sinks:
+            return None
+        assert window is not None, "ModelConfig has checked that"
+        return plan_sinks(self.config, batch, cache.page_size, window)
 
     def logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
         """Returns f32[S, V] of hidden states that `__call__` returned."""

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.model.batch import NEVER, TokenBatch
+from jaxinfer.model.join import Part
 from jaxinfer.model.key_mass import add_key_mass
 from jaxinfer.model.kv_cache import KeyLog
 from pallas_kernels.kv_write import write_kv
@@ -58,8 +59,8 @@ def attend(
     log: KeyLog, batch: TokenBatch, schedule: Schedule, plan: H2OPlan, *,
     rope: tuple[jax.Array, jax.Array] | None, scale: float, window: int | None, implementation: str | None,
     write_implementation: str | None,
-) -> tuple[Float[Array, "T N H"], tuple[Pages, Pages], KeyLog]:  # fmt: skip
-    """Returns the attention of the step's tokens, the layer's pages with their keys and values, and its log.
+) -> tuple[Part, tuple[Pages, Pages], KeyLog]:  # fmt: skip
+    """Returns the attention of the step's tokens with its log-sum-exp, the layer's pages and its log.
 
     Rows without H2O get what they get in a step without it: their tokens are in the log, and nobody reads them there.
 
@@ -92,7 +93,7 @@ def attend(
         schedule=schedule, return_lse=True, implementation=implementation,
     )  # fmt: skip
     mass = add_key_mass(log.mass, q, pages[0], lse, batch.page_indices, plan.schedule, scale=scale)
-    return out, pages, dataclasses.replace(log, mass=mass)
+    return (out, lse), pages, dataclasses.replace(log, mass=mass)
 
 
 def compact_layer(

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxinfer.model.batch import TokenBatch
+from jaxinfer.model.join import Part, join
 from jaxinfer.model.kv_cache import OpenPages
 from pallas_kernels.kv_write import write_full_pages, write_kv
 from pallas_kernels.page_copy import scatter_pages
@@ -58,9 +59,10 @@ def plan_open_pages(batch: TokenBatch, page_size: int, num_open: int, window: in
     """Returns the plan of a step over `num_open` open pages, the null page included."""
     assert batch.slots is not None, "a cache with open pages needs the slot of every row"
     T, S = batch.token_ids.shape[0], batch.kv_lens.shape[0]
-    page, offset = batch.positions // page_size, batch.positions % page_size
+    offset = batch.positions % page_size
     cu = batch.cu_q_lens
     if batch.num_decode_rows is None:
+        page = batch.places() // page_size
         active = batch.kv_lens > 0
         own = jnp.where(active, batch.slots + 1, 0)
         lens = jnp.where(active, offset + 1, 0)
@@ -84,7 +86,7 @@ def plan_open_pages(batch: TokenBatch, page_size: int, num_open: int, window: in
         cu = jnp.append(first, cu[-1])
         lens = jnp.where(is_used, offset[jnp.maximum(cu[1:] - 1, 0)] + 1, 0)
         slots = jnp.where(is_real, own[segment] * page_size + offset, 0)
-        target = batch.page_indices[row[at], page[at]]
+        target = batch.page_indices[row[at], (batch.places(row) // page_size)[at]]
         is_empty = batch.cu_q_lens[1:] == batch.cu_q_lens[:-1]
         last = jnp.where(is_empty, 0, own[segment[jnp.maximum(batch.cu_q_lens[1:] - 1, 0)]])
         owners = jnp.where(is_empty, 0, batch.slots + 1)
@@ -102,8 +104,8 @@ def attend(
     open_pages: OpenPages, batch: TokenBatch, schedule: Schedule, plan: OpenPlan, *,
     rope: tuple[jax.Array, jax.Array] | None, scale: float, window: int | None, implementation: str | None,
     write_implementation: str | None,
-) -> tuple[Float[Array, "T N H"], tuple[Pages, Pages], OpenPages]:  # fmt: skip
-    """Returns the attention of the step's tokens, the layer's pages with the full ones packed, and its open pages.
+) -> tuple[Part, tuple[Pages, Pages], OpenPages]:  # fmt: skip
+    """Returns the attention of the step's tokens with its log-sum-exp, the layer's packed pages and its open pages.
 
     Args:
         q: queries, rotated.
@@ -144,7 +146,7 @@ def attend(
     )  # fmt: skip
     if plan.last is not None:
         opened = _map(lambda x: x[:, :num_open].at[:, plan.owners].set(x[:, plan.last]), opened)
-    return _join(before, own), pages, opened
+    return join(before, own), pages, opened
 
 
 def _map(function: Any, pair: Any) -> Any:
@@ -155,10 +157,3 @@ def _put(pages: Pages, full: Float[Array, "K 1 page_size H"], destination: jax.A
     if isinstance(pages, QuantizedPages):
         return write_full_pages(pages, full, destination)
     return scatter_pages(pages, full.astype(pages.dtype), destination)
-
-
-def _join(before: tuple[jax.Array, jax.Array], own: tuple[jax.Array, jax.Array]) -> Float[Array, "T N H"]:
-    """Returns the attention over the keys of both; every real token sees itself, so that `own` is never empty."""
-    share = jnp.where(own[1] == -jnp.inf, 0.0, jax.nn.sigmoid(before[1] - own[1]))[..., None]
-    out = before[0].astype(jnp.float32) * share + own[0].astype(jnp.float32) * (1 - share)
-    return out.astype(own[0].dtype)

@@ -26,6 +26,9 @@ TINY = {
         ({"memory_fraction": 1.01}, r"memory_fraction must be in \(0, 1\], got 1.01"),
         ({"memory_fraction": float("nan")}, r"memory_fraction must be in \(0, 1\], got nan"),
         ({"policy": "lifo"}, "policy must be 'fcfs' or 'priority', got 'lifo'"),
+        ({"attention_window": 0}, "attention_window must be a positive integer, got 0"),
+        ({"attention_sinks": -1, "attention_window": 9}, "attention_sinks must be a non-negative integer, got -1"),
+        ({"attention_sinks": 4}, "attention_sinks=4 needs attention_window, the recent tokens"),
         ({"seed": -1}, "seed must be a non-negative integer or None, got -1"),
         ({"seed": "x"}, "seed must be a non-negative integer or None, got 'x'"),
     ],
@@ -61,6 +64,7 @@ def test_configurations_are_frozen():
         ({"head_dim": 15}, "head_dim must be even for rotary embeddings, got 15"),
         ({"layer_windows": (None,)}, "layer_windows must have 2 entries, got 1"),
         ({"layer_rope": (True,) * 3}, "layer_rope must have 2 entries, got 3"),
+        ({"layer_windows": (8, None), "attention_sinks": 2}, r"need a sliding window in every layer, got \(8, None\)"),
         ({"layer_windows": (8, 0)}, r"sliding windows must be at least 1 token, got \(8, 0\)"),
     ],
 )

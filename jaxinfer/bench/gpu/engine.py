@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.batch import Buckets
+from jaxinfer.engine.live_pages import LivePages
 from jaxinfer.engine.memory import free_memory, plan_pages
 from jaxinfer.engine.page_pool import PagePool
 from jaxinfer.engine.request import FinishReason, Request
@@ -88,7 +89,7 @@ def _start(config: ModelConfig, sizes: _Sizes) -> tuple[Scheduler, ModelRunner]:
     )  # fmt: skip
     # Few shapes, since each takes long to compile: everything that is not pure decoding is padded to one.
     runner.buckets = Buckets(sizes.rows, (sizes.chunk,), (rows,), runner.buckets.pages_per_row)
-    return Scheduler(engine, PagePool(pages, engine.page_size)), runner
+    return Scheduler(engine, PagePool(pages, engine.page_size), LivePages.of(config, engine)), runner
 
 
 def _compile(start: _Start) -> dict[str, Any]:

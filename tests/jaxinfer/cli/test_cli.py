@@ -40,7 +40,7 @@ def one_llm(llm, monkeypatch):
     """Commands that load a model get the session's engine: a new one would compile everything again."""
     for command in ("run", "chat"):
         monkeypatch.setattr(sys.modules[f"jaxinfer.cli.{command}"], "find_model", lambda *_: None)
-        monkeypatch.setattr(sys.modules[f"jaxinfer.cli.{command}"], "make_llm", lambda *_: llm)
+        monkeypatch.setattr(sys.modules[f"jaxinfer.cli.{command}"], "make_llm", lambda *_, **__: llm)
     return llm
 
 

@@ -9,6 +9,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.batch import FLOAT_FIELDS, BatchShape, Buckets, StepBatch, build_batch
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import ScheduledRow, ScheduledStep
+from jaxinfer.model.batch import decode_batch
 from jaxinfer.sampling.params import SamplingParams
 from tests.jaxinfer.engine.host import add, make_request, make_scheduler, run
 
@@ -94,6 +95,25 @@ def test_a_decode_step_with_the_largest_seed():
     np.testing.assert_array_equal(batch.sampling.seeds[0], [2**31 - 1, 2**32 - 1])
 
 
+def test_dead_pages_are_not_in_the_table_and_their_tokens_not_counted():
+    rows = [
+        row("decode", 3, 12, 0, 14, 1, 1, pages=[9, 4], slot=0),
+        row("whole", 9, 0, 0, 3, 3, 0, pages=[5, 1], slot=1),
+    ]
+    rows[0].request.num_dead_pages = 2
+    tokens = unpack(ScheduledStep(rows, 1, [], []), BatchShape(8, 2, 2, False), page_size=4).tokens
+    np.testing.assert_array_equal(tokens.positions, [14, 3, 4, 5, 0, 0, 0, 0])
+    np.testing.assert_array_equal(tokens.slot_mapping, [4 * 4 + 2, 5 * 4 + 3, 4, 5, 0, 0, 0, 0])
+    np.testing.assert_array_equal(tokens.dead_lens, [8, 0])
+    np.testing.assert_array_equal(tokens.kv_lens, [7, 6])
+    again = decode_batch(
+        tokens.token_ids[:2], np.int32([14, 5]), tokens.page_indices, np.array([True, False]), 4, None, tokens.dead_lens
+    )
+    np.testing.assert_array_equal(again.slot_mapping, [4 * 4 + 2, 0])
+    np.testing.assert_array_equal(again.kv_lens, [7, 0])
+    np.testing.assert_array_equal(again.places(), [6, 5])
+
+
 def loop(step, page_size):
     """What each token and row of a step is, one at a time."""
     tokens, end = [], 0
@@ -117,7 +137,7 @@ def test_a_loop_gives_the_same_and_the_buckets_hold_every_step(data):
         page_size=page_size, max_num_seqs=seqs, max_num_batched_tokens=seqs + data.draw(st.integers(0, 50)),
         num_pages=1 + data.draw(st.integers(1, 4)) * -(-length // page_size), decode_steps=data.draw(st.integers(1, 4)),
     )  # fmt: skip
-    buckets = Buckets.of(scheduler.config, length, data.draw(st.sampled_from([1, 2])))
+    buckets = Buckets.of(scheduler.config, -(-length // page_size), data.draw(st.sampled_from([1, 2])))
     sizes = data.draw(st.lists(st.tuples(st.integers(1, length - 1), st.integers(1, length)), min_size=1, max_size=14))
     for i, (prompt, output) in enumerate(sizes):
         params = SamplingParams(prompt_logprobs=1 if i % 3 == 0 else None)
@@ -167,13 +187,13 @@ def check_against_loop(step, shape, page_size):
 
 def test_buckets():
     config = EngineConfig(max_num_seqs=48, max_num_batched_tokens=1000, page_size=16)
-    buckets = Buckets.of(config, 100)
+    buckets = Buckets.of(config, 7)
     assert buckets.decode_rows == (1, 2, 4, 8, 16, 32, 48)
     assert buckets.ragged_tokens == (16, 32, 64, 128, 192, 256, 384, 512, 768, 1000)
     assert buckets.ragged_rows == (8, 48)
     assert buckets.pages_per_row == 7
-    assert Buckets.of(config, 100, min_decode_rows=2).decode_rows[0] == 2
-    assert Buckets.of(EngineConfig(max_num_seqs=1), 100, min_decode_rows=2).decode_rows == (2,)
+    assert Buckets.of(config, 7, min_decode_rows=2).decode_rows[0] == 2
+    assert Buckets.of(EngineConfig(max_num_seqs=1), 7, min_decode_rows=2).decode_rows == (2,)
     shapes = buckets.all()
     assert len(shapes) == len(set(shapes)) == 7 + 2 * 10
 
@@ -190,14 +210,14 @@ def test_buckets():
     ],
 )
 def test_the_smallest_ragged_shape(num_tokens, num_rows, wanted):
-    buckets = Buckets.of(EngineConfig(max_num_seqs=48, max_num_batched_tokens=1000), 100)
+    buckets = Buckets.of(EngineConfig(max_num_seqs=48, max_num_batched_tokens=1000), 7)
     shape = buckets.ragged(num_tokens, num_rows)
     assert (shape.num_tokens, shape.num_rows, shape.is_decode) == (*wanted, False)
 
 
 @pytest.mark.parametrize(("num_rows", "wanted"), [(1, 1), (3, 4), (32, 32), (33, 48), (48, 48)])
 def test_the_smallest_decode_shape(num_rows, wanted):
-    shape = Buckets.of(EngineConfig(max_num_seqs=48), 100).decode(num_rows)
+    shape = Buckets.of(EngineConfig(max_num_seqs=48), 7).decode(num_rows)
     assert (shape.num_tokens, shape.num_rows, shape.is_decode) == (wanted, wanted, True)
 
 

@@ -14,9 +14,12 @@ from jaxinfer.model.spec import DecoderSpec
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("shape", [BatchShape(8, 8, 6, True), BatchShape(32, 8, 6, False)], ids=["decode", "ragged"])
-@pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("int4", marks=pytest.mark.slow)])
-def test_step_lowers(model, shape, platform, kv_dtype):
-    decoder = DecoderSpec(model.config, jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("kv_dtype", "sinks"), [("auto", 0), *(pytest.param(kv, 4, marks=pytest.mark.slow) for kv in ("auto", "int4"))]
+)
+def test_step_lowers(model, shape, platform, kv_dtype, sinks):
+    config = model.config.streaming(sinks, 64) if sinks else model.config
+    decoder = DecoderSpec(config, jnp.bfloat16)
     kv = KVSpec.parse(kv_dtype, "bfloat16")
     params, _ = abstract_params(model.config, jnp.bfloat16)
     state = jax.eval_shape(lambda: EngineState.init(decoder, 8, 9, kv.page_size, kv, [2]))

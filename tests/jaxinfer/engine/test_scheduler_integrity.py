@@ -56,6 +56,7 @@ def test_finish_frees_everything_in_every_state(state, reason):
         (lambda s: s.waiting.reverse(), "out of order"),
         (lambda s: setattr(s.running[0], "num_computed_tokens", 6), "computed"),
         (lambda s: setattr(s.running[0], "num_in_flight", -1), "in flight"),
+        (lambda s: setattr(s.running[0], "num_dead_pages", 1), "has given back pages that its next token sees"),
         (lambda s: setattr(s.waiting[0], "num_computed_tokens", 1), "waits and holds"),
         (lambda s: setattr(s.waiting[0], "slot", 0), "waits and holds"),
         (lambda s: setattr(s.running[0], "status", Status.WAITING), "status"),
@@ -63,8 +64,8 @@ def test_finish_frees_everything_in_every_state(state, reason):
     ],
     ids=[
         "page lost", "page of two", "slot lost", "slot free and held", "slot of two", "running order", "waiting order",
-        "more computed than there is", "negative in flight", "waiting with keys", "waiting with a slot",
-        "running status", "waiting status",
+        "more computed than there is", "negative in flight", "a page given back too early", "waiting with keys",
+        "waiting with a slot", "running status", "waiting status",
     ],
 )  # fmt: skip
 def test_integrity_sees_every_damage(damage, message):

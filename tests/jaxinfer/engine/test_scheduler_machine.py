@@ -1,12 +1,10 @@
 """hypothesis drives Scheduler and PagePool with a fake device; everything is checked after every move.
 
-The fake device keeps what is written to each place of each page: a function of what the row reads before it and of its
+The fake device keeps what is written to each place of each page: a function of what the row sees before it and of its
 token, as keys and values are. It samples a function of (request, position), so every request's output is known in
 advance, however it was chunked, preempted, run ahead, forked or aborted, and whatever pages it found. Requests with H2O
 forget what a function of (request, position) says, so that what they hold is known as well.
 """
-
-import itertools
 
 import pytest
 from hypothesis import settings
@@ -21,6 +19,7 @@ from hypothesis.stateful import (
 )
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.live_pages import LivePages
 from jaxinfer.engine.page_pool import PagePool
 from jaxinfer.engine.request import FinishReason, Request, Status
 from jaxinfer.engine.scheduler import Scheduler
@@ -64,9 +63,18 @@ def expected(request, inherited=()):
     return output
 
 
-def written(before, token):
-    """What a device writes for a token, given what it has written for the one before it."""
-    return hash((before, token))
+def seen_by(position, live):
+    """The positions before `position` that its token sees."""
+    first = 0 if live.window is None else max(0, position - live.window + 1)
+    return [*range(min(live.sinks, first)), *range(first, position)]
+
+
+def values_of(tokens, live):
+    """What a device writes for each token, given what it has written for those that the token sees."""
+    values = []
+    for position, token in enumerate(tokens):
+        values.append(hash((token, *(values[i] for i in seen_by(position, live)))))
+    return values
 
 
 def mass(seed, position):
@@ -90,8 +98,9 @@ def kept(request, count):
 class FakeDevice:
     """Runs steps at once and in order, as the device does."""
 
-    def __init__(self, page_size):
-        self.page_size = page_size
+    def __init__(self, live):
+        self.live = live
+        self.page_size = live.page_size
         self.cache = {}  # place in a page: what was written there last
         self.log = {}  # place in a page: position and seed of the request whose token was written there last
         self.last_tokens = {}  # by slot
@@ -135,7 +144,8 @@ class FakeDevice:
         if request.params.h2o:
             assert self.held(request, position) == [(before, text[before]) for before in kept(request, position)]
         else:
-            assert [self.cache[self.place(request, before)] for before in range(position)] == text[:position]
+            before = [*seen_by(position - 1, self.live), position - 1]
+            assert [self.cache[self.place(request, i)] for i in before] == [text[i] for i in before]
         banned = request.banned_next_tokens() if request.needs_host_mask else ()
         self.last_tokens[request.slot] = token = sampled(request, position, banned)
         return token
@@ -145,8 +155,8 @@ class FakeDevice:
             self.replace(request, position, token)
             return
         # Nothing was written there if the row has ended, which the host does not know yet.
-        before = self.cache.get(self.place(request, position - 1)) if position else 0
-        self.cache[self.place(request, position)] = written(before, token)
+        seen = (self.cache.get(self.place(request, i)) for i in seen_by(position, self.live))
+        self.cache[self.place(request, position)] = hash((token, *seen))
         self.log[self.place(request, position)] = (position, request.seed)
 
     def replace(self, request, position, token):
@@ -159,7 +169,7 @@ class FakeDevice:
             (place for place in places if self.log[place][0] <= position - h2o.recent),
             key=lambda place: mass(request.seed, self.log[place][0]),
         )
-        self.cache[victim] = written(text[position - 1], token)
+        self.cache[victim] = hash((token, *text[:position]))
         self.log[victim] = (position, request.seed)
 
     def held(self, request, count):
@@ -177,7 +187,11 @@ class FakeDevice:
             self.cache[place], self.log[place] = value, entry
 
     def place(self, request, position):
-        page = request.pages[position // self.page_size]
+        index, num_sinks = position // self.page_size, self.live.num_sink_pages
+        if index >= num_sinks:
+            assert index >= num_sinks + request.num_dead_pages, "a page was given back that is still seen"
+            index -= request.num_dead_pages
+        page = request.pages[index]
         assert page != 0
         return page * self.page_size + position % self.page_size
 
@@ -190,20 +204,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, data):
         seqs = data.draw(st.integers(1, 8))
         page_size = data.draw(st.sampled_from([1, 2, 5, 16]))
-        pages_each = -(-MAX_LEN // page_size)
+        window = data.draw(st.sampled_from([None, None, 1, 2, 3, 5, 8, MAX_LEN]))
+        sinks = data.draw(st.sampled_from([0, 1, 2, 6])) if window else 0
+        batched, steps = seqs + data.draw(st.integers(0, 24)), data.draw(st.integers(1, 8))
+        self.live = LivePages(page_size, window, sinks, max(batched, steps))
+        pages_each = self.live.most(MAX_LEN)
         spare = data.draw(st.sampled_from([0, 1, pages_each // 2, pages_each, pages_each * seqs]))
         self.config = EngineConfig(
             max_num_seqs=seqs,
-            max_num_batched_tokens=seqs + data.draw(st.integers(0, 24)),
+            max_num_batched_tokens=batched,
             page_size=page_size,
             num_pages=1 + pages_each + spare,  # from one full request upwards
             policy=data.draw(st.sampled_from(["fcfs", "priority"])),
-            decode_steps=data.draw(st.integers(1, 8)),
+            decode_steps=steps,
             async_scheduling=data.draw(st.booleans()),
             prefix_cache=data.draw(st.sampled_from([True, True, True, False])),
         )
-        self.scheduler = Scheduler(self.config, PagePool(self.config.num_pages, page_size))
-        self.device = FakeDevice(page_size)
+        self.scheduler = Scheduler(self.config, PagePool(self.config.num_pages, page_size), self.live)
+        self.device = FakeDevice(self.live)
         self.unread = []
         self.requests = []
         self.next_position = {}  # of each request since its last admission: what is to be computed next
@@ -257,8 +275,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority, cache_salt=salt, source=source, output_token_ids=list(inherited),
         )  # fmt: skip
         self.outputs[request] = expected(request, inherited)
-        text = list(itertools.accumulate([*prompt, *self.outputs[request]], written, initial=0))[1:]
-        self.device.texts[request] = text
+        self.device.texts[request] = values_of([*prompt, *self.outputs[request]], self.live)
         self.requests.append(request)
         self.forks |= {request} if source else set()
         self.scheduler.add(request)
@@ -373,12 +390,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.num_in_flight == unread
         self.check_sharing()
         self.check_keys()
+        self.check_live_pages()
 
     def check_sharing(self):
         """Requests that share a page have the same salt and the same text up to its end."""
         owners = {}
         for request in self.scheduler.running:
-            for i, page in enumerate(request.pages):
+            num_sinks = self.live.num_sink_pages
+            for index, page in enumerate(request.pages):
+                i = index if index < num_sinks else index + request.num_dead_pages
                 other, place = owners.setdefault(page, (request, i))
                 end = (i + 1) * self.config.page_size
                 assert (place, other.cache_salt) == (i, request.cache_salt)
@@ -393,12 +413,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             seen = self.num_keys_seen.get(request, 0)
             for i, key in enumerate(request.page_keys[seen:], seen):
                 tokens = request.token_ids(0, (i + 1) * size)
-                content = list(itertools.accumulate(tokens, written, initial=0))[-size:]
+                content = values_of(tokens, self.live)[-size:]
                 meaning = (request.cache_salt, tokens, content)
                 assert self.meanings.setdefault(key, meaning) == meaning
             self.num_keys_seen[request] = len(request.page_keys)
         for page, key in pool._keys.items():
             assert self.device.page(page) == self.meanings[key][2]
+
+    def check_live_pages(self):
+        """A request holds what it may need and nothing that nobody sees any more."""
+        for request in self.scheduler.running:
+            assert len(request.pages) <= self.live.most(MAX_LEN)
+            # A page is given back when the next step is scheduled; until then those of one step are held too.
+            assert request.num_dead_pages <= self.live.num_dead(request.num_computed_tokens)
+            held_from = request.num_dead_pages and self.live.num_sink_pages + request.num_dead_pages
+            positions = seen_by(request.num_computed_tokens, self.live)
+            needed = {i // self.config.page_size for i in positions} - set(range(self.live.num_sink_pages))
+            assert min(needed, default=held_from) >= held_from
 
     def teardown(self):
         """Everything ends, in a bounded number of steps, with the right output and nothing left behind."""

@@ -34,7 +34,7 @@ def step(q, k, v, layer, batch, window, implementation):
     view, _ = packed_view(batch, PS, window)
     schedule = make_schedule(len(q), PS, M, view.kv_lens, view.cu_q_lens, view.num_decode_rows, window)
     plan = plan_open_pages(batch, PS, opened[0].shape[1], window)
-    out, pages, opened = attend(
+    (out, _), pages, opened = attend(
         q, k, v, pages, opened, batch, schedule, plan, rope=None, scale=H**-0.5, window=window,
         implementation=implementation, write_implementation=None,
     )  # fmt: skip
