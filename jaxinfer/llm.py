@@ -178,6 +178,10 @@ class LLM:
         """Forgets all cached prefixes, as before a measurement."""
         self.engine.reset_prefix_cache()
 
+    def close(self) -> None:
+        """Lets the disk tier keep what is cached (`disk_cache_dir`); nothing may run any more, nor be asked for."""
+        self.engine.close()
+
     def stats(self) -> EngineStats:
         """Returns counters of queues, pages and compilation."""
         return self.engine.stats()

@@ -264,6 +264,8 @@ class AsyncEngine:
             for stream in self._close(error):
                 if self._failure is None:  # stopped in good order: nothing is left behind in the engine
                     self._end(stream)
+            if self._failure is None:
+                self._engine.close()
 
     def _do_calls(self, wait: bool) -> None:
         if wait:

@@ -57,6 +57,7 @@ class Request:
         pages: pages held, in order of position; all but the last may be shared.
         page_keys: keys of the first full pages, as far as they have been needed.
         num_published_pages: of `pages`, those that have been offered to the prefix cache.
+        num_pages_to_load: the pages after these that are on their way from the host tier; the request waits for them.
         slot: index of the request's state on the device while it runs.
     """
 
@@ -81,6 +82,7 @@ class Request:
     pages: list[int] = dataclasses.field(default_factory=list)
     page_keys: list[bytes] = dataclasses.field(default_factory=list)
     num_published_pages: int = 0
+    num_pages_to_load: int = 0
     slot: int | None = None
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None

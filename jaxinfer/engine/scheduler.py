@@ -12,9 +12,12 @@ import time
 from collections.abc import Sequence
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.host_tier import HostTier
+from jaxinfer.engine.page_loads import Load, PageLoads
 from jaxinfer.engine.page_pool import PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
 from jaxinfer.engine.request import FinishReason, Request, Status
+from jaxinfer.engine.swap_cost import SwapCost
 
 # One level of priority is worth so many places in the queue: later arrivals pass, but not for ever.
 PRIORITY_HEAD_START = 256
@@ -38,12 +41,17 @@ class ScheduledRow:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledStep:
-    """What one dispatch computes; rows with a single token come first."""
+    """What one dispatch computes; rows with a single token come first.
+
+    Before it, pages are saved, then loaded, then copied.
+    """
 
     rows: list[ScheduledRow]
     num_decode_rows: int
     admitted: list[Request]  # requests that got a slot in this step
     copies: list[tuple[int, int]]  # pages to copy before it, (source, destination); no destination is a source
+    loads: list[Load] = dataclasses.field(default_factory=list)  # pages that come from the host tier
+    saves: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)  # pages that go there, and their keys
 
     @property
     def num_tokens(self) -> int:
@@ -59,14 +67,28 @@ class ScheduledStep:
 class Scheduler:
     """Waiting and running requests, the page pool and the device slots."""
 
-    def __init__(self, config: EngineConfig, pool: PagePool):
-        """Makes an empty scheduler over `pool`."""
+    def __init__(
+        self, config: EngineConfig, pool: PagePool, tier: HostTier | None = None, cost: SwapCost | None = None,
+        namespace: bytes = b"",
+    ):  # fmt: skip
+        """Makes an empty scheduler over `pool`.
+
+        Args:
+            config: limits and policies.
+            pool: the pages on the device.
+            tier: where pages go that the pool evicts; None loses them.
+            cost: decides how preempted requests get their pages back, with `preemption="auto"`.
+            namespace: see `PrefixCache`.
+        """
         self.config = config
         self.pool = pool
+        self.tier = tier
+        self.cost = cost or SwapCost()
         self.waiting: list[Request] = []  # both sorted by sort_key
         self.running: list[Request] = []
         self.forks: list[Request] = []  # join the waiting ones when their source has computed what they share
-        self.prefix_cache = PrefixCache(pool) if config.prefix_cache else None
+        self.prefix_cache = PrefixCache(pool, tier, namespace) if config.prefix_cache else None
+        self._loads = PageLoads(tier, self.prefix_cache, pool.page_size) if tier and self.prefix_cache else None
         self._has_open_pages = config.kv_spec("float32").open is not None
         self.num_preemptions = 0
         self.num_page_copies = 0
@@ -81,6 +103,8 @@ class Scheduler:
         self._arrivals += 1
         if request.source is None:
             _insert(self.waiting, request)
+            if self.prefix_cache:
+                self.prefix_cache.read_ahead(request)
         else:
             self.forks.append(request)
 
@@ -95,20 +119,25 @@ class Scheduler:
         decode_rows = self._schedule_decodes(num_steps)
         budget = self.config.max_num_batched_tokens - len(decode_rows)
         chunks: list[ScheduledRow] = []
+        loads = self._loads.schedule(self.running) if self._loads else []
         for request in self.running:
-            if request.num_tokens_to_compute > 1 and budget > 0:
+            if request.num_tokens_to_compute > 1 and budget > 0 and not request.num_pages_to_load:
                 chunks.append(self._schedule_chunk(request, budget))
                 budget -= chunks[-1].num_tokens
         admitted, copies = [], []
         while budget > 0 and (request := self._admit(chunks, copies)):
             admitted.append(request)
+            if self._loads and request.num_pages_to_load:
+                loads += self._loads.schedule(self.running)
+                if request.num_pages_to_load:
+                    continue
             chunks.append(self._schedule_chunk(request, budget))
             budget -= chunks[-1].num_tokens
         singles = [row for row in chunks if row.num_tokens == 1]
         rows = decode_rows + singles + [row for row in chunks if row.num_tokens > 1]
         self.num_prefill_tokens += sum(row.num_tokens for row in chunks)
         self.num_page_copies += len(copies)
-        return ScheduledStep(rows, len(decode_rows) + len(singles), admitted, copies)
+        return ScheduledStep(rows, len(decode_rows) + len(singles), admitted, copies, loads, self._saves())
 
     def update(self, step: ScheduledStep, sampled: Sequence[Sequence[int]]) -> list[Request]:
         """Appends the sampled tokens of a finished step and returns the requests that got tokens or ended.
@@ -155,6 +184,11 @@ class Scheduler:
         return bool(self.waiting or self.running or self.forks)
 
     @property
+    def is_loading(self) -> bool:
+        """Whether any request waits for its pages to come from the host tier."""
+        return any(request.num_pages_to_load for request in self.running)
+
+    @property
     def num_unused_places(self) -> int:
         """Places in the pages of running requests for which they have no token: only a last page has them."""
         return sum(len(r.pages) * self.pool.page_size - r.num_tokens for r in self.running)
@@ -183,6 +217,10 @@ class Scheduler:
                     f"{request.request_id}: {request.num_published_pages} pages published, "
                     f"{request.num_computed_tokens} tokens computed"
                 )
+            if request.num_pages_to_load and request.num_published_pages * self.pool.page_size != (
+                request.num_computed_tokens
+            ):
+                raise RuntimeError(f"{request.request_id} waits for pages and has computed beyond them")
             held = len(request.pages) * self.pool.page_size
             if not request.num_computed_tokens <= min(request.num_tokens, held):
                 raise RuntimeError(
@@ -258,6 +296,7 @@ class Scheduler:
         request.num_computed_tokens = request.num_tokens - 1 if partial else num_shared * self.pool.page_size
         if self.prefix_cache and not forked:
             self.prefix_cache.count(request, request.num_computed_tokens)
+            request.num_pages_to_load = self._num_pages_to_load(request, self.prefix_cache)
         if not request.metrics.num_preemptions:
             request.metrics.num_cached_tokens = request.num_computed_tokens
         request.source = None
@@ -295,6 +334,21 @@ class Scheduler:
     def _cached_pages(self, request: Request) -> list[int]:
         return self.prefix_cache.match(request) if self.prefix_cache else []
 
+    def _num_pages_to_load(self, request: Request, prefix_cache: PrefixCache) -> int:
+        """Returns how many pages after those found on the device come from the host tier."""
+        count = prefix_cache.num_in_tier(request, request.num_published_pages)
+        if not count or not request.metrics.num_preemptions or self.config.preemption == "swap":
+            return count
+        assert self.tier is not None
+        worthwhile = self.config.preemption == "auto" and self.cost.is_swap_cheaper(
+            count * self.tier.page_bytes, count * self.pool.page_size
+        )
+        return count if worthwhile else 0
+
+    def _saves(self) -> list[tuple[int, bytes]]:
+        evicted = self.pool.take_evicted()
+        return [(page, key) for page, key in evicted if key not in self.tier] if self.tier is not None else []
+
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._release(request)
@@ -307,7 +361,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.pool.free(request.pages)
         request.pages = []
-        request.num_published_pages = 0
+        request.num_published_pages = request.num_pages_to_load = 0
         assert request.slot is not None
         self._free_slots.append(request.slot)
         request.slot = None
