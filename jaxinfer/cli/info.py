@@ -8,6 +8,7 @@ import click
 
 from jaxinfer.cli.compile_check import TARGETS
 from jaxinfer.cli.options import find_model
+from jaxinfer.cli.sizes import parse_size
 from jaxinfer.kv_spec import KVSpec
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def info(
     if model is not None and kernels and as_json:
         raise click.UsageError("--json prints one thing: the MODEL or --kernels")
     if model is not None:
-        budget = None if memory is None else _bytes(memory)
+        budget = None if memory is None else parse_size(memory)
         path = find_model(model)
         from jaxinfer.description import describe
 
@@ -119,13 +120,3 @@ def _size(num_bytes: int) -> str:
         if num_bytes >= scale:
             return f"{num_bytes / scale:.1f} {unit}"
     return f"{num_bytes} B"
-
-
-def _bytes(text: str) -> int:
-    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-    digits = text.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz ")
-    unit = text.strip().lower()[len(digits) :].strip()
-    try:
-        return int(float(digits) * units[unit])
-    except (ValueError, KeyError):
-        raise ValueError(f"memory must be a number with a unit such as 24GB or 16GiB, got {text!r}") from None

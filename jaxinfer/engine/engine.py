@@ -227,10 +227,10 @@ class Engine:
         """
         scheduled = self.scheduler.schedule()
         self._move_pages(scheduled)
+        for request in scheduled.admitted:
+            self.runner.install(request)
         enqueued = None
         if scheduled.rows:
-            for request in scheduled.admitted:
-                self.runner.install(request)
             enqueued = self.runner.dispatch(scheduled)
             self._num_steps += 1
         if self.config.async_scheduling:

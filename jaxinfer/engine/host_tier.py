@@ -114,10 +114,11 @@ class HostTier:
         self._disk = disk
         self._reader, self._writer = (make_executor(), make_executor()) if disk is not None else (None, None)
         self._pages: collections.OrderedDict[bytes, HostPage] = collections.OrderedDict()
-        self._staged: dict[bytes, StagedPage] = {}
+        self._staged: dict[bytes, tuple[StagedPage, bool]] = {}  # and whether it was read from disk
+        self._wanted: list[bytes] = []
         self._reads: dict[bytes, Future[HostPage | None]] = {}
         self._writes: dict[bytes, tuple[HostPage, Future[None]]] = {}
-        self._from_disk: set[bytes] = set()  # of the pages here, those read from disk and not yet used
+        self._from_disk: set[bytes] = set()  # of the pages here, those read from disk and not yet asked for
         self._num_out = self._num_evictions = self._num_dropped = 0
         self._num_hits = [0, 0]  # in host memory, on disk
 
@@ -139,26 +140,27 @@ class HostTier:
 
     def stage(self, keys: Sequence[bytes]) -> None:
         """Says which pages are wanted next, the first first: they start for the device, and no others."""
-        wanted = keys[:MAX_STAGED]
-        for key in set(self._staged).difference(wanted):
+        self._wanted = list(dict.fromkeys(keys))[:MAX_STAGED]
+        for key in set(self._staged).difference(self._wanted):
             del self._staged[key]
         self._poll()
-        for key in wanted:
+        for key in self._wanted:
             if key in self._staged:
                 continue
             if (page := self._find(key)) is not None:
-                self._staged[key] = self._transfer.upload(page)
+                self._staged[key] = self._transfer.upload(page), key in self._from_disk
+                self._from_disk.discard(key)
             else:
                 self.read_ahead([key])
 
     def take(self, key: bytes) -> StagedPage | None:
         """Returns a page on the device that was staged and has arrived."""
-        page = self._staged.get(key)
+        page, from_disk = self._staged.get(key, (None, False))
         if page is None or not self._transfer.is_ready(page):
             return None
         del self._staged[key]
-        self._num_hits[key in self._from_disk] += 1
-        self._from_disk.discard(key)
+        self._wanted.remove(key)
+        self._num_hits[from_disk] += 1
         return page
 
     def read_ahead(self, keys: Iterable[bytes]) -> None:
@@ -172,11 +174,12 @@ class HostTier:
                 self._reads[key] = self._reader.submit(self._read, self._disk, key)
 
     def wait(self) -> None:
-        """Blocks until one of the pages that are on their way has come nearer."""
-        if self._staged:
-            self._transfer.wait(next(iter(self._staged.values())))
-        elif self._reads:
-            next(iter(self._reads.values())).exception()
+        """Blocks until the page that is wanted first has come nearer."""
+        key = self._wanted[0] if self._wanted else None
+        if key in self._staged:
+            self._transfer.wait(self._staged[key][0])
+        elif read := self._reads.get(key, next(iter(self._reads.values()), None)):
+            read.exception()
 
     def flush(self) -> None:
         """Writes to disk all that is not yet there, as far as it has room, and waits for it."""

@@ -21,7 +21,7 @@ from pallas_kernels.page_copy import gather_pages, scatter_pages
 
 log = logging.getLogger(__name__)
 
-SIZES = (1, 4, 16)  # pages of one operation, each compiled once
+SIZES = (1, 8)  # pages of one operation, each compiled once
 
 Page = tuple[jax.Array, ...]  # one array [G, K, ...] for each kind of leaf, of which there are G
 

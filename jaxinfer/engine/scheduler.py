@@ -227,7 +227,8 @@ class Scheduler:
                     f"{request.request_id}: {request.num_computed_tokens} tokens computed, room for {held}"
                 )
         for request in self.waiting + self.forks:
-            if request.pages or request.slot is not None or request.num_computed_tokens or request.num_published_pages:
+            held = request.num_computed_tokens, request.num_published_pages, request.num_pages_to_load
+            if request.pages or request.slot is not None or any(held):
                 raise RuntimeError(f"{request.request_id} waits and holds pages, a slot or computed tokens")
 
     def _num_decode_steps(self) -> int:
