@@ -27,13 +27,26 @@ from jaxinfer.cli.sizes import SIZE
 @click.option("--max-num-seqs", type=int, default=16, show_default=True, help="Completions that run at once.")
 @click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Tokens of one step.")
 @click.option("--memory-fraction", type=float, default=0.5, show_default=True, help="Of free memory, for the KV cache.")
-@click.option("--host-cache", type=SIZE, default="0", show_default=True,
-              help="Host memory for KV pages that the device has given up, such as 4GB; they come back when asked for.")
-@click.option("--disk-cache-dir", type=click.Path(file_okay=False),
-              help="Folder for KV pages that host memory has given up; they outlive the server.")
+@click.option(
+    "--host-cache",
+    type=SIZE,
+    default="0",
+    show_default=True,
+    help="Host memory for KV pages that the device has given up, such as 4GB; they come back when asked for.",
+)
+@click.option(
+    "--disk-cache-dir",
+    type=click.Path(file_okay=False),
+    help="Folder for KV pages that host memory has given up; they outlive the server.",
+)
 @click.option("--disk-cache", type=SIZE, default="16GB", show_default=True, help="Most bytes of that folder.")
-@click.option("--preemption", type=click.Choice(["auto", "recompute", "swap"]), default="auto", show_default=True,
-              help="How a preempted completion gets its KV pages back; swap is from the host cache.")
+@click.option(
+    "--preemption",
+    type=click.Choice(["auto", "recompute", "swap"]),
+    default="auto",
+    show_default=True,
+    help="How a preempted completion gets its KV pages back; swap is from the host cache.",
+)
 @click.option(
     "--policy",
     type=click.Choice(["fcfs", "priority"]),

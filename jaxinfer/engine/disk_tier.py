@@ -1,7 +1,7 @@
 """KV pages as files of a bounded folder, found again by later processes. Imports no jax.
 
-A file is written whole or not at all, and nothing in it is believed: magic, fingerprint, key, length and checksum have to
-fit, or the page counts as not there. A page is data alone; reading one runs nothing.
+A file is written whole or not at all, and nothing in it is believed: magic, fingerprint, key, length and checksum have
+to fit, or the page counts as not there. A page is data alone; reading one runs nothing.
 """
 
 import collections

@@ -118,7 +118,9 @@ class Engine:
             return Scheduler(config, pool)
         for name in ("host_cache_bytes", *(["disk_cache_bytes"] if config.disk_cache_dir is not None else [])):
             if (given := getattr(config, name)) < transfer.page_bytes + HEADER_BYTES:
-                raise ValueError(f"{name}={given} holds no page, which takes {transfer.page_bytes + HEADER_BYTES} bytes; raise it")
+                raise ValueError(
+                    f"{name}={given} holds no page, which takes {transfer.page_bytes + HEADER_BYTES} bytes; raise it"
+                )
         disk, namespace = None, b""
         if config.disk_cache_dir is not None:
             namespace = fingerprint(self.model, kv, config.page_size)

@@ -58,7 +58,7 @@ class Disk(Protocol):
         ...
 
     def read(self, key: bytes) -> bytes | None:
-        """Returns the content of a page; None, and the key is unknown from then on, when there is none that is whole."""
+        """Returns the content of a page; None where none is whole, and the key is unknown from then on."""
         ...
 
     def write(self, key: bytes, data: bytes) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxinfer.compile_cache import ProgramCache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.batch import BatchShape, Buckets, build_batch
-from jaxinfer.engine.page_loads import Load
+from jaxinfer.engine.page_moves import Load
 from jaxinfer.engine.page_pool import NULL_PAGE
 from jaxinfer.engine.page_transfer import Page, PageTransfer
 from jaxinfer.engine.request import Request

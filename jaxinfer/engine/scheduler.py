@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.host_tier import HostTier
-from jaxinfer.engine.page_loads import Load, PageLoads
+from jaxinfer.engine.page_moves import Load, PageMoves, Save
 from jaxinfer.engine.page_pool import PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
 from jaxinfer.engine.request import FinishReason, Request, Status
@@ -51,7 +51,7 @@ class ScheduledStep:
     admitted: list[Request]  # requests that got a slot in this step
     copies: list[tuple[int, int]]  # pages to copy before it, (source, destination); no destination is a source
     loads: list[Load] = dataclasses.field(default_factory=list)  # pages that come from the host tier
-    saves: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)  # pages that go there, and their keys
+    saves: list[Save] = dataclasses.field(default_factory=list)  # pages that go there
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +88,9 @@ class Scheduler:
         self.running: list[Request] = []
         self.forks: list[Request] = []  # join the waiting ones when their source has computed what they share
         self.prefix_cache = PrefixCache(pool, tier, namespace) if config.prefix_cache else None
-        self._loads = PageLoads(tier, self.prefix_cache, pool.page_size) if tier and self.prefix_cache else None
+        self._moves = None
+        if tier is not None and self.prefix_cache:
+            self._moves = PageMoves(tier, pool, self.prefix_cache, config.preemption, self.cost)
         self._has_open_pages = config.kv_spec("float32").open is not None
         self.num_preemptions = 0
         self.num_page_copies = 0
@@ -119,7 +121,7 @@ class Scheduler:
         decode_rows = self._schedule_decodes(num_steps)
         budget = self.config.max_num_batched_tokens - len(decode_rows)
         chunks: list[ScheduledRow] = []
-        loads = self._loads.schedule(self.running) if self._loads else []
+        loads = self._moves.loads(self.running) if self._moves else []
         for request in self.running:
             if request.num_tokens_to_compute > 1 and budget > 0 and not request.num_pages_to_load:
                 chunks.append(self._schedule_chunk(request, budget))
@@ -127,17 +129,19 @@ class Scheduler:
         admitted, copies = [], []
         while budget > 0 and (request := self._admit(chunks, copies)):
             admitted.append(request)
-            if self._loads and request.num_pages_to_load:
-                loads += self._loads.schedule(self.running)
+            if self._moves and request.num_pages_to_load:
+                loads += self._moves.loads(self.running)
                 if request.num_pages_to_load:
-                    continue
+                    continue  # they are on their way
             chunks.append(self._schedule_chunk(request, budget))
             budget -= chunks[-1].num_tokens
         singles = [row for row in chunks if row.num_tokens == 1]
         rows = decode_rows + singles + [row for row in chunks if row.num_tokens > 1]
         self.num_prefill_tokens += sum(row.num_tokens for row in chunks)
         self.num_page_copies += len(copies)
-        return ScheduledStep(rows, len(decode_rows) + len(singles), admitted, copies, loads, self._saves())
+        evicted = self.pool.take_evicted()
+        saves = self._moves.saves(evicted) if self._moves else []
+        return ScheduledStep(rows, len(decode_rows) + len(singles), admitted, copies, loads, saves)
 
     def update(self, step: ScheduledStep, sampled: Sequence[Sequence[int]]) -> list[Request]:
         """Appends the sampled tokens of a finished step and returns the requests that got tokens or ended.
@@ -297,7 +301,7 @@ class Scheduler:
         request.num_computed_tokens = request.num_tokens - 1 if partial else num_shared * self.pool.page_size
         if self.prefix_cache and not forked:
             self.prefix_cache.count(request, request.num_computed_tokens)
-            request.num_pages_to_load = self._num_pages_to_load(request, self.prefix_cache)
+            request.num_pages_to_load = self._moves.num_to_load(request) if self._moves else 0
         if not request.metrics.num_preemptions:
             request.metrics.num_cached_tokens = request.num_computed_tokens
         request.source = None
@@ -334,21 +338,6 @@ class Scheduler:
 
     def _cached_pages(self, request: Request) -> list[int]:
         return self.prefix_cache.match(request) if self.prefix_cache else []
-
-    def _num_pages_to_load(self, request: Request, prefix_cache: PrefixCache) -> int:
-        """Returns how many pages after those found on the device come from the host tier."""
-        count = prefix_cache.num_in_tier(request, request.num_published_pages)
-        if not count or not request.metrics.num_preemptions or self.config.preemption == "swap":
-            return count
-        assert self.tier is not None
-        worthwhile = self.config.preemption == "auto" and self.cost.is_swap_cheaper(
-            count * self.tier.page_bytes, count * self.pool.page_size
-        )
-        return count if worthwhile else 0
-
-    def _saves(self) -> list[tuple[int, bytes]]:
-        evicted = self.pool.take_evicted()
-        return [(page, key) for page, key in evicted if key not in self.tier] if self.tier is not None else []
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)

@@ -1,9 +1,9 @@
 """hypothesis drives Scheduler and PagePool with a fake device; everything is checked after every move.
 
 The fake device keeps what is written to each place of each page: a function of what the row reads before it and of its
-token, as keys and values are. Pages go to a host tier and a disk and come back, and the process starts anew over that disk,
-now and then with another model. It samples a function of (request, position), so every request's output is known in
-advance, however it was chunked, preempted, run ahead, forked or aborted, and whatever pages it found.
+token, as keys and values are. It samples a function of (request, position), so every request's output is known in
+advance, however it was chunked, preempted, run ahead, forked or aborted, and whatever pages it found. Pages go to a
+host tier and a disk and come back, and the process starts anew over that disk, now and then with another model.
 """
 
 import itertools

@@ -67,9 +67,9 @@ def test_everything_is_loaded_and_compiled_before_the_server_runs(monkeypatch, c
     )  # the slow test compiles
     monkeypatch.setattr("jaxinfer.serving.logs.configure_logs", lambda _: None)
     monkeypatch.setattr("jaxinfer.serving.server.Server.run", lambda self, sockets: ran.append(self._frontend))
+    tiers = ["--host-cache", "2MiB", "--disk-cache-dir", str(tmp_path), "--disk-cache", "1GB", "--preemption", "swap"]
     with pytest.raises(SystemExit) as stop:
-        main(["serve", TINY, *SMALL, "--port", "0", "--served-model-name", "mine", "--policy", "priority",
-              "--host-cache", "2MiB", "--disk-cache-dir", str(tmp_path), "--disk-cache", "1GB", "--preemption", "swap"])  # fmt: skip
+        main(["serve", TINY, *SMALL, "--port", "0", "--served-model-name", "mine", "--policy", "priority", *tiers])
     assert stop.value.code == 0
     assert len(warm) == 1
     assert (ran[0].config.model_name, ran[0].engine_config.policy, ran[0].max_model_len) == ("mine", "priority", 64)
@@ -86,7 +86,11 @@ def test_mistakes_are_told_at_once_and_in_one_line(capfd):
             ([TINY, "--port", str(taken.getsockname()[1])], 1, "choose another --port"),
             ([TINY, "--host", "no.such.host.invalid"], 1, "cannot listen on no.such.host.invalid"),
             ([TINY, "--max-queue", "-1"], 2, "max_queue must be 0 or more, got -1"),
-            ([TINY, "--host-cache", "4 apples"], 2, "must be a number with a unit such as 24GB or 16GiB, got '4 apples'"),
+            (
+                [TINY, "--host-cache", "4 apples"],
+                2,
+                "must be a number with a unit such as 24GB or 16GiB, got '4 apples'",
+            ),
             ([TINY, "--disk-cache-dir", "here"], 2, "disk_cache_dir needs host_cache_bytes"),
             ([TINY, "--api-key", "kéy"], 2, "api_key must be printable ASCII"),
         ):
