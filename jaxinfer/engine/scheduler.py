@@ -121,9 +121,12 @@ class Scheduler:
         decode_rows = self._schedule_decodes(num_steps)
         budget = self.config.max_num_batched_tokens - len(decode_rows)
         chunks: list[ScheduledRow] = []
-        loads = self._moves.loads(self.running) if self._moves else []
+        loading = [request for request in self.running if request.num_pages_to_load]
+        loads = self._moves.loads(loading) if self._moves else []
         for request in self.running:
-            if request.num_tokens_to_compute > 1 and budget > 0 and not request.num_pages_to_load:
+            if request.num_pages_to_load or not budget:
+                continue
+            if request.num_tokens_to_compute > 1 or request in loading:
                 chunks.append(self._schedule_chunk(request, budget))
                 budget -= chunks[-1].num_tokens
         admitted, copies = [], []
