@@ -1,5 +1,6 @@
 """Pages that go to host memory and to disk, and come back: the engine says what it says without them."""
 
+import asyncio
 import logging
 import os
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.async_engine import AsyncEngine
 from jaxinfer.engine.engine import Engine
 from jaxinfer.sampling.params import SamplingParams
 from tests.jaxinfer.conftest import MAX_LEN
@@ -143,3 +145,14 @@ def test_tiers_that_hold_no_page_are_refused(model, tmp_path):
         make_engine(model, host_cache_bytes=100)
     with pytest.raises(ValueError, match="disk_cache_bytes=100 holds no page, which takes"):
         make_engine(model, disk_cache_dir=str(tmp_path), disk_cache_bytes=100)
+
+
+def test_the_end_of_a_served_engine_keeps_its_pages(model, tmp_path):
+    engine = make_engine(model, disk_cache_dir=str(tmp_path))
+
+    async def main():
+        async with AsyncEngine(engine) as served:
+            return [chunk async for chunk in served.generate(PROMPTS[0], GREEDY)]
+
+    asyncio.run(main())
+    assert len(list(tmp_path.glob("*.kvpage"))) == 12
