@@ -141,6 +141,12 @@ class EngineConfig:
             first tokens share them; never changes a token.
         h2o: accept requests with `SamplingParams.h2o`, for which each place of a page takes 8 more bytes a layer and
             KV head; others pay nothing else.
+        host_cache_bytes: host memory for pages that the device has had to give up, found like those on the device;
+            0 is off.
+        disk_cache_dir: folder for pages that host memory has had to give up; they outlive the process. None is off.
+        disk_cache_bytes: most bytes of that folder.
+        preemption: how a preempted request gets its pages back: "recompute", "swap" (from host memory, as far as they
+            are there), or "auto", whichever the rates measured so far say is faster.
         seed: makes the random seeds of requests that have none repeatable; None draws them from the system.
         attention_implementation: name of a kernel, or None for the fastest that accepts the arguments.
         attention_window: StreamingLLM: every token sees the sinks and so many most recent tokens, itself included, and
@@ -160,6 +166,10 @@ class EngineConfig:
     async_scheduling: bool = True
     prefix_cache: bool = True
     h2o: bool = False
+    host_cache_bytes: int = 0
+    disk_cache_dir: str | None = None
+    disk_cache_bytes: int = 16 << 30
+    preemption: Literal["auto", "recompute", "swap"] = "auto"
     seed: int | None = None
     attention_implementation: str | None = None
     attention_window: int | None = None
@@ -195,10 +205,24 @@ class EngineConfig:
                 " a precision without scales"
             )
         self._check_streaming()
+        self._check_tiers()
         if self.policy not in ("fcfs", "priority"):
             raise ValueError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
         if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
             raise ValueError(f"seed must be a non-negative integer or None, got {self.seed!r}")
+
+    def _check_tiers(self) -> None:
+        for name in ("host_cache_bytes", "disk_cache_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name} must be a number of bytes, got {value!r}")
+        if self.preemption not in ("auto", "recompute", "swap"):
+            raise ValueError(f"preemption must be 'auto', 'recompute' or 'swap', got {self.preemption!r}")
+        if self.host_cache_bytes and not self.prefix_cache:
+            raise ValueError("host_cache_bytes needs prefix_cache=True: pages in host memory are found by its keys")
+        if not self.host_cache_bytes and (self.disk_cache_dir is not None or self.preemption == "swap"):
+            given = "disk_cache_dir" if self.disk_cache_dir is not None else "preemption='swap'"
+            raise ValueError(f"{given} needs host_cache_bytes: pages leave the device for host memory")
 
     def kv_spec(self, dtype: Any) -> KVSpec:
         """Returns the precision of the KV cache of a decoder of this dtype (or name of one)."""

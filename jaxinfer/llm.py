@@ -10,8 +10,9 @@ from typing import Any, TypeGuard
 from jaxinfer.beam_search import run_beam_search
 from jaxinfer.compile_cache import default_program_cache
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.engine import Engine, EngineStats
+from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.outputs import CompletionChunk, RequestOutput
+from jaxinfer.engine.stats import EngineStats
 from jaxinfer.interrupts import interrupts_deferred
 from jaxinfer.loading import Model, load
 from jaxinfer.sampling.beam import BeamSearchParams
@@ -213,6 +214,10 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes, as before a measurement."""
         self.engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Lets the disk tier keep what is cached (`disk_cache_dir`); nothing may run any more, nor be asked for."""
+        self.engine.close()
 
     def stats(self) -> EngineStats:
         """Returns counters of queues, pages and compilation."""

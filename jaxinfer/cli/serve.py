@@ -10,6 +10,7 @@ import click
 from jaxinfer import __version__
 from jaxinfer.cli.options import DEFAULT_MODEL, find_model, weight_options
 from jaxinfer.cli.output import notice
+from jaxinfer.cli.sizes import SIZE
 
 
 @click.command()
@@ -26,6 +27,26 @@ from jaxinfer.cli.output import notice
 @click.option("--max-num-seqs", type=int, default=16, show_default=True, help="Completions that run at once.")
 @click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Tokens of one step.")
 @click.option("--memory-fraction", type=float, default=0.5, show_default=True, help="Of free memory, for the KV cache.")
+@click.option(
+    "--host-cache",
+    type=SIZE,
+    default="0",
+    show_default=True,
+    help="Host memory for KV pages that the device has given up, such as 4GB; they come back when asked for.",
+)
+@click.option(
+    "--disk-cache-dir",
+    type=click.Path(file_okay=False),
+    help="Folder for KV pages that host memory has given up; they outlive the server.",
+)
+@click.option("--disk-cache", type=SIZE, default="16GB", show_default=True, help="Most bytes of that folder.")
+@click.option(
+    "--preemption",
+    type=click.Choice(["auto", "recompute", "swap"]),
+    default="auto",
+    show_default=True,
+    help="How a preempted completion gets its KV pages back; swap is from the host cache.",
+)
 @click.option(
     "--policy",
     type=click.Choice(["fcfs", "priority"]),
@@ -59,7 +80,7 @@ def serve(
     attention_window: int | None, attention_sinks: int,
     host: str, port: int, log_level: str, max_body_mib: float, max_model_len: int | None, max_num_seqs: int,
     max_num_batched_tokens: int, memory_fraction: float, policy: Any, h2o: bool, model_name: str | None,
-    api_key: str | None, **limits: Any,
+    api_key: str | None, host_cache: int, disk_cache_dir: str | None, disk_cache: int, preemption: Any, **limits: Any,
 ) -> None:  # fmt: skip
     """Serve MODEL to OpenAI clients: completions, chats, streams, metrics.
 
@@ -72,8 +93,8 @@ def serve(
     engine_config = EngineConfig(
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         memory_fraction=memory_fraction, policy=policy, kv_dtype=kv_dtype, attention_window=attention_window,
-        attention_sinks=attention_sinks, h2o=h2o,
-        page_size=KVSpec.parse(kv_dtype, "float32").page_size,
+        attention_sinks=attention_sinks, h2o=h2o, page_size=KVSpec.parse(kv_dtype, "float32").page_size,
+        host_cache_bytes=host_cache, disk_cache_dir=disk_cache_dir, disk_cache_bytes=disk_cache, preemption=preemption,
     )  # fmt: skip
     config = ServerConfig(
         model_name=model_name or Path(model).name, api_key=api_key, max_body_bytes=int(max_body_mib * 2**20), **limits

@@ -1,5 +1,9 @@
 """Sizes of memory, read and written."""
 
+from typing import Any
+
+import click
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -27,3 +31,16 @@ def format_size(num_bytes: int) -> str:
         if num_bytes >= scale:
             return f"{num_bytes / scale:.1f} {unit}"
     return f"{num_bytes} B"
+
+
+class _Size(click.ParamType):
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return value if isinstance(value, int) else parse_size(value, "it")
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+SIZE = _Size()  # an option that is a size

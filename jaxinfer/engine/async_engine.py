@@ -11,8 +11,9 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
-from jaxinfer.engine.engine import Engine, EngineStats
+from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.outputs import CompletionChunk
+from jaxinfer.engine.stats import EngineStats
 from jaxinfer.sampling.params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -264,6 +265,8 @@ class AsyncEngine:
             for stream in self._close(error):
                 if self._failure is None:  # stopped in good order: nothing is left behind in the engine
                     self._end(stream)
+            if self._failure is None:
+                self._engine.close()
 
     def _do_calls(self, wait: bool) -> None:
         if wait:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import secrets
+import time
 from collections.abc import Sequence as Ints
 
 import jax
@@ -11,59 +12,24 @@ import numpy as np
 from jaxinfer.compile_cache import ProgramCache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.admission import fork_requests, make_requests
+from jaxinfer.engine.disk_tier import HEADER_BYTES, DiskTier
+from jaxinfer.engine.fingerprint import fingerprint
+from jaxinfer.engine.host_tier import MAX_WRITES, HostTier, TierStats
 from jaxinfer.engine.live_pages import LivePages
 from jaxinfer.engine.memory import free_memory, plan_pages
 from jaxinfer.engine.outputs import CompletionChunk, RequestOutput, most_probable
 from jaxinfer.engine.page_pool import PagePool
 from jaxinfer.engine.prefix_cache import PrefixStats
 from jaxinfer.engine.request import FinishReason, Request
-from jaxinfer.engine.runner import CompileStats, ModelRunner, PendingStep, Progress, StepResult
-from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.runner import ModelRunner, PendingStep, Progress, StepResult
+from jaxinfer.engine.scheduler import ScheduledStep, Scheduler
 from jaxinfer.engine.sequence import Sequence
+from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.swap_cost import SwapCost
+from jaxinfer.kv_spec import KVSpec
 from jaxinfer.loading import Model
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.rows import takes_best
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineStats:
-    """A snapshot of the engine.
-
-    Attributes:
-        num_waiting: requests that have no slot yet.
-        num_running: requests that have one.
-        num_free_pages: KV pages that can be allocated.
-        num_cached_pages: those of them that hold tokens which a new request may begin with.
-        num_used_pages: pages that requests hold.
-        num_shared_pages: those of them that several requests hold.
-        kv_bytes_per_token: as allocated, all layers.
-        kv_waste: share of the places in used pages for which their requests have no token.
-        prefix_cache: what it was asked and has found.
-        num_evictions: cached pages whose memory was needed.
-        num_page_copies: pages copied for forks.
-        num_dead_pages: pages that running requests have given back, since no later token sees them.
-        num_prefill_tokens: tokens computed, but for those that were just sampled.
-        num_preemptions: requests that lost their pages, counted each time.
-        num_steps: dispatches.
-        compile: what compilation has cost.
-    """
-
-    num_waiting: int
-    num_running: int
-    num_free_pages: int
-    num_cached_pages: int
-    num_used_pages: int
-    num_shared_pages: int
-    kv_bytes_per_token: float
-    kv_waste: float
-    prefix_cache: PrefixStats
-    num_evictions: int
-    num_page_copies: int
-    num_dead_pages: int
-    num_prefill_tokens: int
-    num_preemptions: int
-    num_steps: int
-    compile: CompileStats
 
 
 class Engine:
@@ -78,8 +44,8 @@ class Engine:
             programs: where compiled steps are kept for later processes; None keeps none.
 
         Raises:
-            ValueError: the cache cannot hold one request of `max_model_len` tokens, or the model lies on several
-                devices.
+            ValueError: the cache cannot hold one request of `max_model_len` tokens, a tier cannot hold one page, or the
+                model lies on several devices.
         """
         self.model = model
         self.config = config = config or EngineConfig()
@@ -99,18 +65,38 @@ class Engine:
         num_pages, self.max_model_len = plan_pages(
             model.config, config, kv, free_memory(device), device.platform == "cpu"
         )
-        self.scheduler = Scheduler(config, PagePool(num_pages, config.page_size), LivePages.of(model.config, config))
         seen = config.seen_by(model.config)
         self.runner = ModelRunner(
             dataclasses.replace(model.spec, config=seen, implementation=config.attention_implementation),
             model.params, config, num_pages=num_pages, max_model_len=self.max_model_len,
             stop_token_ids=frozenset(model.tokenizer.eos_token_ids), programs=programs,
         )  # fmt: skip
+        self.scheduler = self._make_scheduler(PagePool(num_pages, config.page_size), kv)
         self._seeds = np.random.default_rng(config.seed if config.seed is not None else secrets.randbits(64))
         self._groups: dict[str, list[Sequence]] = {}  # by the user's request id, one entry a completion
         self._sequences: dict[str, Sequence] = {}  # by the id of the engine's own request
         self._pending: PendingStep | None = None
         self._num_steps = 0
+        self._last_read = 0.0
+
+    def _make_scheduler(self, pool: PagePool, kv: KVSpec) -> Scheduler:
+        """Returns a scheduler with the tiers that the configuration asks for."""
+        config, transfer = self.config, self.runner.transfer
+        live = LivePages.of(self.model.config, config)
+        if transfer is None:
+            return Scheduler(config, pool, live)
+        for name in ("host_cache_bytes", *(["disk_cache_bytes"] if config.disk_cache_dir is not None else [])):
+            if (given := getattr(config, name)) < transfer.page_bytes + HEADER_BYTES:
+                raise ValueError(
+                    f"{name}={given} holds no page, which takes {transfer.page_bytes + HEADER_BYTES} bytes; raise it"
+                )
+        disk, namespace = None, b""
+        if config.disk_cache_dir is not None:
+            namespace = fingerprint(self.runner.decoder, self.model.params, kv, config.page_size)
+            disk = DiskTier(config.disk_cache_dir, config.disk_cache_bytes, namespace)
+        tier = HostTier(config.host_cache_bytes // transfer.page_bytes, transfer, disk)
+        cost = SwapCost(self.runner.measure_transfer())
+        return Scheduler(config, pool, live, tier=tier, cost=cost, namespace=namespace)
 
     def warmup(self, progress: Progress | None = None) -> None:
         """Compiles every step shape, so that none is compiled while requests run; `progress(done, total)`."""
@@ -201,8 +187,26 @@ class Engine:
         ))  # fmt: skip
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes; requests that run keep their pages."""
+        """Forgets all cached prefixes in all tiers; requests that run keep their pages."""
         self.scheduler.pool.forget()
+        if self.scheduler.tier is not None:
+            self.scheduler.tier.clear()
+
+    def close(self) -> None:
+        """Writes what is cached on the device and in host memory to the disk tier, if there is one.
+
+        The engine must have no unfinished requests, and is of no use afterwards.
+        """
+        tier, pool = self.scheduler.tier, self.scheduler.pool
+        if tier is None:
+            return
+        if self.config.disk_cache_dir is not None:
+            pages = [(page, key) for page, key in pool.cached() if key not in tier]
+            for start in range(0, len(pages), MAX_WRITES):
+                self._save(pages[start : start + MAX_WRITES])
+                tier.wait_for_writes()
+            tier.flush()
+        tier.close()
 
     def _check_unused(self, request_id: str) -> None:
         if request_id in self._groups:
@@ -222,10 +226,11 @@ class Engine:
         work while the host handles the tokens of the step before.
         """
         scheduled = self.scheduler.schedule()
+        self._move_pages(scheduled)
+        for request in scheduled.admitted:
+            self.runner.install(request)
         enqueued = None
         if scheduled.rows:
-            for request in scheduled.admitted:
-                self.runner.install(request)
             enqueued = self.runner.dispatch(scheduled)
             self._num_steps += 1
         if self.config.async_scheduling:
@@ -233,8 +238,11 @@ class Engine:
         else:
             finished = enqueued
         if finished is not None:
-            return self._process(finished, self.runner.read(finished))
-        if enqueued is None and self.has_unfinished:
+            return self._process(finished, self._read(finished))
+        if enqueued is None and self.scheduler.is_loading:
+            assert self.scheduler.tier is not None
+            self.scheduler.tier.wait()
+        elif enqueued is None and self.has_unfinished:
             raise RuntimeError(f"no request can go on: {self.stats()}")
         return []
 
@@ -294,6 +302,7 @@ class Engine:
             kv_bytes_per_token=self.runner.cache_bytes / (pool.num_pages * pool.page_size),
             kv_waste=scheduler.num_unused_places / max(1, pool.num_used * pool.page_size),
             prefix_cache=dataclasses.replace(prefix_stats),
+            tiers=scheduler.tier.stats() if scheduler.tier is not None else TierStats(),
             num_evictions=pool.num_evictions,
             num_page_copies=scheduler.num_page_copies,
             num_dead_pages=scheduler.num_dead_pages,
@@ -302,6 +311,27 @@ class Engine:
             num_steps=self._num_steps,
             compile=dataclasses.replace(self.runner.stats),
         )
+
+    def _move_pages(self, scheduled: ScheduledStep) -> None:
+        if scheduled.saves:
+            self._save(scheduled.saves)
+        for done in scheduled.compactions:  # before loads and copies, which may go where pages have been let go of
+            self.runner.compact(done)
+        if scheduled.loads:
+            self.runner.load(scheduled.loads)
+
+    def _save(self, saves: Ints[tuple[int, bytes]]) -> None:
+        assert self.scheduler.tier is not None
+        for (_, key), page in zip(saves, self.runner.save([page for page, _ in saves]), strict=True):
+            self.scheduler.tier.put(key, page)
+
+    def _read(self, step: PendingStep) -> StepResult:
+        """Waits for a step and measures how fast prompts are computed, which `SwapCost` compares with moves."""
+        result = self.runner.read(step)
+        began, self._last_read = max(step.enqueued, self._last_read), time.monotonic()
+        if self.scheduler.tier is not None and not step.scheduled.is_decode and self._last_read > began:
+            self.scheduler.cost.record_step(step.scheduled.num_tokens, self._last_read - began)
+        return result
 
     def _process(self, step: PendingStep, result: StepResult) -> list[CompletionChunk]:
         for i, row in enumerate(step.scheduled.rows):

@@ -30,6 +30,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_evictions = 0
+        self._evicted: list[tuple[int, bytes]] = []  # pages and their former keys, until somebody takes them
         self._empty = list(range(num_pages - 1, NULL_PAGE, -1))
         self._cached: collections.OrderedDict[int, None] = collections.OrderedDict()  # least recently used first
         self._num_owners = [0] * num_pages
@@ -101,6 +102,15 @@ class PagePool:
         """Returns the page whose content has this key."""
         return self._pages.get(key)
 
+    def take_evicted(self) -> list[tuple[int, bytes]]:
+        """Returns the pages evicted since the last call, whose content is there until the next step, and their keys."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def cached(self) -> list[tuple[int, bytes]]:
+        """Returns the free pages whose content can be found, least recently used first, and their keys."""
+        return [(page, self._keys[page]) for page in self._cached]
+
     def forget(self) -> None:
         """Drops every key; cached pages become empty."""
         self._empty += reversed(self._cached)
@@ -137,6 +147,8 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
-        del self._pages[self._keys.pop(page)]
+        key = self._keys.pop(page)
+        del self._pages[key]
+        self._evicted.append((page, key))
         self.num_evictions += 1
         return page

@@ -8,8 +8,10 @@ A dictionary of token tuples would do for one process; hashes keep their meaning
 
 import dataclasses
 import hashlib
+import itertools
 from array import array
 
+from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.live_pages import LivePages
 from jaxinfer.engine.page_pool import PagePool
 from jaxinfer.engine.request import Request
@@ -37,10 +39,16 @@ class PrefixCache:
     even a request admitted to the same step may read it.
     """
 
-    def __init__(self, pool: PagePool, live: LivePages):
-        """Makes an empty cache over `pool`; `live` says which pages a request needs."""
+    def __init__(self, pool: PagePool, live: LivePages, tier: HostTier | None = None, namespace: bytes = b""):
+        """Makes a cache over `pool` and, for what that has evicted, `tier`.
+
+        `live` says which pages a request needs. `namespace` goes into every key: pages that outlive the process mean
+        something with the same model alone.
+        """
         self._pool = pool
         self._live = live
+        self._tier = tier
+        self._namespace = namespace
         self.stats = PrefixStats()
 
     def match(self, request: Request) -> tuple[list[int], int]:
@@ -68,6 +76,22 @@ class PrefixCache:
         found = pages[: min(num_sinks, best)] + pages[min(num_sinks, best) + num_dead : best]
         return [page for page in found if page is not None], num_dead
 
+    def num_in_tier(self, request: Request, num_pages: int) -> int:
+        """Returns how many of the pages that follow the first `num_pages`, which `match` has found, the tier has."""
+        if self._tier is None or request.params.prompt_logprobs is not None or request.params.h2o is not None:
+            return 0
+        if self._live.num_dead(request.num_known_tokens):
+            return 0  # it does not hold all pages up to its last token at once
+        keys = request.page_keys[num_pages : (request.num_known_tokens - 1) // self._pool.page_size]
+        return sum(1 for _ in itertools.takewhile(self._tier.__contains__, keys))
+
+    def read_ahead(self, request: Request) -> None:
+        """Lets the tier read from disk what a request will want."""
+        if self._tier is not None:
+            pages, num_dead = self.match(request)
+            found = len(pages) + num_dead
+            self._tier.read_ahead(request.page_keys[found : found + self.num_in_tier(request, found)])
+
     def count(self, request: Request, num_hit_tokens: int) -> None:
         """Counts an admission."""
         self.stats.num_queries += 1
@@ -94,11 +118,10 @@ class PrefixCache:
     def _make_keys(self, request: Request, count: int) -> None:
         keys, size = request.page_keys, self._pool.page_size
         for i in range(len(keys), count):
-            parent = keys[-1] if keys else _root(request)
+            parent = keys[-1] if keys else self._root(request)
             tokens = array("i", request.token_ids(i * size, (i + 1) * size)).tobytes()
             keys.append(hashlib.blake2b(parent + tokens, digest_size=32).digest())
 
-
-def _root(request: Request) -> bytes:
-    """Returns the key before the first page."""
-    return hashlib.blake2b(repr(request.cache_salt).encode(), digest_size=32).digest()
+    def _root(self, request: Request) -> bytes:
+        """Returns the key before the first page."""
+        return hashlib.blake2b(self._namespace + repr(request.cache_salt).encode(), digest_size=32).digest()

@@ -65,6 +65,7 @@ class Request:
         num_dead_pages: pages given back while it runs, behind those of the sinks; see `live_pages.py`.
         page_keys: keys of the first full pages, as far as they have been needed.
         num_published_pages: of the first pages, dead ones included, those that have been offered to the prefix cache.
+        num_pages_to_load: the pages after these that are on their way from the host tier; the request waits for them.
         slot: index of the request's state on the device while it runs.
         is_compacted: what `params.h2o` forgets of the prompt has been forgotten.
     """
@@ -93,6 +94,7 @@ class Request:
     num_dead_pages: int = 0
     page_keys: list[bytes] = dataclasses.field(default_factory=list)
     num_published_pages: int = 0
+    num_pages_to_load: int = 0
     slot: int | None = None
     is_compacted: bool = False
     status: Status = Status.WAITING

@@ -20,7 +20,9 @@ from jaxinfer.engine.compaction import Compaction
 from jaxinfer.engine.key_logs import KeyLogs
 from jaxinfer.engine.live_pages import LivePages
 from jaxinfer.engine.memory import trim_heap
+from jaxinfer.engine.page_moves import Load
 from jaxinfer.engine.page_pool import NULL_PAGE
+from jaxinfer.engine.page_transfer import Page, PageTransfer
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import ScheduledStep
 from jaxinfer.engine.scoring import ScoredTokens, Scorer
@@ -30,6 +32,7 @@ from jaxinfer.model.spec import DecoderSpec
 from jaxinfer.sampling.rows import build_row, needs_row
 from jaxinfer.sampling.state import install_row, to_device
 from pallas_kernels.page_copy import copy_pages
+from pallas_kernels.pages import Pages
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ class PendingStep:
 
     scheduled: ScheduledStep
     output: StepOutput
+    enqueued: float = dataclasses.field(default_factory=time.monotonic)  # when
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +107,7 @@ class ModelRunner:
         self._programs = programs
         self._step: Any = None
         self._copy_pages = jax.jit(functools.partial(copy_pages, disjoint=True), donate_argnums=0)
+        self.transfer = PageTransfer(self._pages) if config.host_cache_bytes else None
 
     def install(self, request: Request) -> None:
         """Gives a request's slot the sampler row that its parameters need; nothing to do for most requests."""
@@ -122,13 +127,27 @@ class ModelRunner:
     @property
     def cache_bytes(self) -> int:
         """Bytes of all KV pages of the pool, as allocated."""
-        cache, logs = self.state.cache, self._key_logs.layers if self._key_logs else ()
-        return sum(leaf.nbytes for leaf in jax.tree.leaves((cache.k_pages, cache.v_pages, logs)))
+        logs = self._key_logs.layers if self._key_logs else ()
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self._pages, logs)))
+
+    def save(self, pages: Sequence[int]) -> list[Page]:
+        """Enqueues copies of pages to the host."""
+        assert self.transfer is not None
+        return self.transfer.save(self._pages, pages)
+
+    def load(self, loads: Sequence[Load]) -> None:
+        """Enqueues that pages from the host come into the pool."""
+        assert self.transfer is not None
+        self._pages = self.transfer.load(self._pages, *zip(*loads))
+
+    def measure_transfer(self) -> float:
+        """Compiles the moves of pages to and from the host and returns the bytes a second of the latter."""
+        assert self.transfer is not None
+        self._pages, rate = self.transfer.warmup(self._pages)
+        return rate
 
     def dispatch(self, scheduled: ScheduledStep) -> PendingStep:
-        """Enqueues a step, with the moves and page copies that come before it, and returns at once."""
-        for done in scheduled.compactions:
-            self._compact(done)
+        """Enqueues a step, with the page copies that come before it, and returns at once."""
         if scheduled.copies:
             self._copy(scheduled.copies)
         shape = self._shape_for(scheduled)
@@ -189,12 +208,20 @@ class ModelRunner:
         size = next(rows for rows in self.buckets.ragged_rows if rows >= len(copies))
         pages = np.full((2, size), NULL_PAGE, np.int32)
         pages[:, : len(copies)] = np.transpose(copies)
-        cache = self.state.cache
-        k_pages, v_pages = self._copy_pages((cache.k_pages, cache.v_pages), *pages)
-        cache = dataclasses.replace(cache, k_pages=k_pages, v_pages=v_pages)
+        self._pages = self._copy_pages(self._pages, *pages)
+
+    @property
+    def _pages(self) -> tuple[tuple[Pages, ...], tuple[Pages, ...]]:
+        """Pages of keys and of values, of all layers."""
+        return self.state.cache.k_pages, self.state.cache.v_pages
+
+    @_pages.setter
+    def _pages(self, pages: tuple[tuple[Pages, ...], tuple[Pages, ...]]) -> None:
+        cache = dataclasses.replace(self.state.cache, k_pages=pages[0], v_pages=pages[1])
         self.state = dataclasses.replace(self.state, cache=cache)
 
-    def _compact(self, done: Compaction) -> None:
+    def compact(self, done: Compaction) -> None:
+        """Enqueues that a request forgets what it does not keep of its prompt."""
         assert self._key_logs is not None, "only an engine with h2o accepts what is compacted"
         self.state = self._key_logs.compact(self.state, done)
 

@@ -12,12 +12,16 @@ import time
 from collections.abc import Sequence
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.compaction import Compaction, check_compaction, compact
+from jaxinfer.engine.compaction import Compaction, compact
 from jaxinfer.engine.forks import ForkRule
+from jaxinfer.engine.host_tier import HostTier
+from jaxinfer.engine.integrity import check_counters, check_queues
 from jaxinfer.engine.live_pages import LivePages
+from jaxinfer.engine.page_moves import Load, PageMoves, Save
 from jaxinfer.engine.page_pool import PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
 from jaxinfer.engine.request import FinishReason, Request, Status
+from jaxinfer.engine.swap_cost import SwapCost
 
 # One level of priority is worth so many places in the queue: later arrivals pass, but not for ever.
 PRIORITY_HEAD_START = 256
@@ -41,13 +45,18 @@ class ScheduledRow:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledStep:
-    """What one dispatch computes; rows with a single token come first."""
+    """What one dispatch computes; rows with a single token come first.
+
+    Before it, pages are saved, then compacted, then loaded, then copied.
+    """
 
     rows: list[ScheduledRow]
     num_decode_rows: int
     admitted: list[Request]  # requests that got a slot in this step
     copies: list[tuple[int, int]]  # pages to copy before it, (source, destination); no destination is a source
-    compactions: Sequence[Compaction] = ()  # before the copies
+    compactions: Sequence[Compaction] = ()
+    loads: list[Load] = dataclasses.field(default_factory=list)  # pages that come from the host tier
+    saves: list[Save] = dataclasses.field(default_factory=list)  # pages that go there
 
     @property
     def num_tokens(self) -> int:
@@ -73,15 +82,32 @@ class ScheduledStep:
 class Scheduler:
     """Waiting and running requests, the page pool and the device slots."""
 
-    def __init__(self, config: EngineConfig, pool: PagePool, live: LivePages | None = None):
-        """Makes an empty scheduler over `pool`; `live` says which pages requests give back while they run."""
+    def __init__(
+        self, config: EngineConfig, pool: PagePool, live: LivePages | None = None, *, tier: HostTier | None = None,
+        cost: SwapCost | None = None, namespace: bytes = b"",
+    ):  # fmt: skip
+        """Makes an empty scheduler over `pool`.
+
+        Args:
+            config: limits and policies.
+            pool: the pages on the device.
+            live: which pages requests give back while they run; None: none.
+            tier: where pages go that the pool evicts; None loses them.
+            cost: decides how preempted requests get their pages back, with `preemption="auto"`.
+            namespace: see `PrefixCache`.
+        """
         self.config = config
         self.pool = pool
         self.live = live or LivePages(pool.page_size)
+        self.tier = tier
+        self.cost = cost or SwapCost()
         self.waiting: list[Request] = []  # both sorted by sort_key
         self.running: list[Request] = []
         self.forks: list[Request] = []  # join the waiting ones when their source has computed what they share
-        self.prefix_cache = PrefixCache(pool, self.live) if config.prefix_cache else None
+        self.prefix_cache = PrefixCache(pool, self.live, tier, namespace) if config.prefix_cache else None
+        self._moves = None
+        if tier is not None and self.prefix_cache:
+            self._moves = PageMoves(tier, pool, self.prefix_cache, config.preemption, self.cost)
         self._fork_rule = ForkRule(self.live, config.kv_spec("float32").open is not None)
         self.num_preemptions = 0
         self.num_page_copies = 0
@@ -97,6 +123,8 @@ class Scheduler:
         self._arrivals += 1
         if request.source is None:
             _insert(self.waiting, request)
+            if self.prefix_cache:
+                self.prefix_cache.read_ahead(request)
         else:
             self.forks.append(request)
 
@@ -112,21 +140,31 @@ class Scheduler:
         decode_rows = self._schedule_decodes(num_steps, compactions)  # and pages for chunks
         budget = self.config.max_num_batched_tokens - len(decode_rows)
         chunks: list[ScheduledRow] = []
+        loading = [request for request in self.running if request.num_pages_to_load]
+        loads = self._moves.loads(loading) if self._moves else []
         for request in self.running:
-            if request.num_tokens_to_compute > 1 and budget > 0:
+            if request.num_pages_to_load or not budget:
+                continue
+            if request.num_tokens_to_compute > 1 or request in loading:
                 compactions += compact(request, self.pool)
                 chunks.append(self._schedule_chunk(request, budget))
                 budget -= chunks[-1].num_tokens
         admitted, copies = [], []
         while budget > 0 and (request := self._admit(chunks, copies)):
             admitted.append(request)
+            if self._moves and request.num_pages_to_load:
+                loads += self._moves.loads(self.running)
+                if request.num_pages_to_load:
+                    continue  # they are on their way
             chunks.append(self._schedule_chunk(request, budget))
             budget -= chunks[-1].num_tokens
         singles = [row for row in chunks if row.num_tokens == 1]
         rows = decode_rows + singles + [row for row in chunks if row.num_tokens > 1]
         self.num_prefill_tokens += sum(row.num_tokens for row in chunks)
         self.num_page_copies += len(copies)
-        return ScheduledStep(rows, len(decode_rows) + len(singles), admitted, copies, compactions)
+        evicted = self.pool.take_evicted()
+        saves = self._moves.saves(evicted) if self._moves else []
+        return ScheduledStep(rows, len(decode_rows) + len(singles), admitted, copies, compactions, loads, saves)
 
     def update(self, step: ScheduledStep, sampled: Sequence[Sequence[int]]) -> list[Request]:
         """Appends the sampled tokens of a finished step and returns the requests that got tokens or ended.
@@ -173,6 +211,11 @@ class Scheduler:
         return bool(self.waiting or self.running or self.forks)
 
     @property
+    def is_loading(self) -> bool:
+        """Whether any request waits for its pages to come from the host tier."""
+        return any(request.num_pages_to_load for request in self.running)
+
+    @property
     def num_unused_places(self) -> int:
         """Places in the pages of running requests for which they have no token: only a last page has them."""
         return sum(max(0, r.num_pages * self.pool.page_size - r.num_places(r.num_tokens)) for r in self.running)
@@ -187,30 +230,9 @@ class Scheduler:
         slots = sorted([*self._free_slots, *(request.slot for request in self.running if request.slot is not None)])
         if slots != list(range(self.config.max_num_seqs)):
             raise RuntimeError(f"slots are inconsistent: {slots}")
-        for queue, status in ((self.waiting, Status.WAITING), (self.running, Status.RUNNING)):
-            if [r.sort_key for r in queue] != sorted(r.sort_key for r in queue):
-                raise RuntimeError("a queue is out of order")
-            for request in queue:
-                if request.status is not status:
-                    raise RuntimeError(f"{request.request_id} has status {request.status} in the queue of {status}")
-                if request.num_in_flight < 0:
-                    raise RuntimeError(f"{request.request_id}: {request.num_in_flight} tokens are in flight")
+        check_queues(self.waiting, self.running, self.forks)
         for request in self.running:
-            if request.num_published_pages * self.pool.page_size > request.num_computed_tokens:
-                raise RuntimeError(
-                    f"{request.request_id}: {request.num_published_pages} pages published, "
-                    f"{request.num_computed_tokens} tokens computed"
-                )
-            held, computed = request.num_pages * self.pool.page_size, request.num_computed_tokens
-            if computed > request.num_tokens or request.num_places(computed) > held:
-                raise RuntimeError(f"{request.request_id}: {computed} tokens computed, room for {held}")
-            check_compaction(request, self.pool)
-            if request.num_dead_pages > self.live.num_dead(computed):
-                raise RuntimeError(f"{request.request_id} has given back pages that its next token sees")
-        for request in self.waiting + self.forks:
-            counts = request.num_pages, request.num_computed_tokens, request.num_published_pages
-            if any(counts) or request.slot is not None:
-                raise RuntimeError(f"{request.request_id} waits and holds pages, a slot or computed tokens")
+            check_counters(request, self.pool, self.live)
 
     def _num_decode_steps(self) -> int:
         """Several steps in one dispatch when nobody waits, all rows decode and the pages suffice."""
@@ -304,6 +326,7 @@ class Scheduler:
         request.num_computed_tokens = request.num_tokens - 1 if partial else num_found * self.pool.page_size
         if self.prefix_cache and not forked:
             self.prefix_cache.count(request, request.num_computed_tokens)
+            request.num_pages_to_load = self._moves.num_to_load(request) if self._moves else 0
         if not request.metrics.num_preemptions:
             request.metrics.num_cached_tokens = request.num_computed_tokens
         request.source = None
@@ -335,7 +358,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.pool.free(request.pages)
         request.pages = []
-        request.num_dead_pages = request.num_published_pages = 0
+        request.num_dead_pages = request.num_published_pages = request.num_pages_to_load = 0
         request.is_compacted = False
         assert request.slot is not None
         self._free_slots.append(request.slot)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from jaxinfer.engine.engine import EngineStats
+from jaxinfer.engine.stats import EngineStats
 from jaxinfer.serving.config import ServerConfig
 
 LATENCY = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
@@ -39,6 +39,15 @@ class Metrics:
         self.preemptions = counter("num_preemptions", "Completions that lost their pages to others.")
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens that the prefix cache was asked for.")
         self.prefix_hits = counter("prefix_cache_hits", "Those of them that it had.")
+        self.evictions = counter("kv_cache_evictions", "Cached KV pages whose device memory was needed.")
+        self.host_pages = gauge("host_cache_pages", "KV pages in host memory.")
+        self.disk_pages = gauge("disk_cache_pages", "KV pages on disk.")
+        self.host_hits = counter("host_cache_hits", "KV pages that came back from host memory.")
+        self.disk_hits = counter("disk_cache_hits", "KV pages that came back from disk.")
+        self.host_evictions = counter("host_cache_evictions", "KV pages whose host memory was needed.")
+        self.disk_evictions = counter("disk_cache_evictions", "KV pages whose place on disk was needed.")
+        self.bytes_out = counter("kv_cache_bytes_out", "Bytes of KV pages copied from the device to the host.")
+        self.bytes_in = counter("kv_cache_bytes_in", "Bytes of KV pages copied from the host to the device.")
         self.steps = counter("engine_steps", "Steps that were enqueued on the device.")
         self.compilations = counter("compilations", "Step shapes that were compiled.")
         self.recompilations = counter("compilations_after_warmup", "Those that a request had to wait for.")
@@ -78,7 +87,17 @@ class Metrics:
         self.waiting.set(stats.num_waiting)
         self.free_pages.set(stats.num_free_pages)
         self.kv_usage.set(stats.num_used_pages / (stats.num_used_pages + stats.num_free_pages))
+        tiers = stats.tiers
+        self.host_pages.set(tiers.num_host_pages)
+        self.disk_pages.set(tiers.num_disk_pages)
         for counter, total in (
+            (self.evictions, stats.num_evictions),
+            (self.host_hits, tiers.num_host_hits),
+            (self.disk_hits, tiers.num_disk_hits),
+            (self.host_evictions, tiers.num_host_evictions),
+            (self.disk_evictions, tiers.num_disk_evictions),
+            (self.bytes_out, tiers.num_pages_out * tiers.page_bytes),
+            (self.bytes_in, tiers.num_pages_in * tiers.page_bytes),
             (self.preemptions, stats.num_preemptions),
             (self.prefix_queries, stats.prefix_cache.num_query_tokens),
             (self.prefix_hits, stats.prefix_cache.num_hit_tokens),

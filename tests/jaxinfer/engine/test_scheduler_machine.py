@@ -3,7 +3,8 @@
 The fake device keeps what is written to each place of each page: a function of what the row sees before it and of its
 token, as keys and values are. It samples a function of (request, position), so every request's output is known in
 advance, however it was chunked, preempted, run ahead, forked or aborted, and whatever pages it found. Requests with H2O
-forget what a function of (request, position) says, so that what they hold is known as well.
+forget what a function of (request, position) says, so that what they hold is known as well. Pages go to a host tier
+and a disk and come back, and the process starts anew over that disk, now and then with another model.
 """
 
 import pytest
@@ -19,12 +20,15 @@ from hypothesis.stateful import (
 )
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.live_pages import LivePages
 from jaxinfer.engine.page_pool import PagePool
 from jaxinfer.engine.request import FinishReason, Request, Status
 from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.swap_cost import SwapCost
 from jaxinfer.sampling.h2o import H2O
 from jaxinfer.sampling.params import SamplingParams
+from tests.jaxinfer.engine.fake_tiers import FakeDisk, FakeTransfer, Thread
 
 MAX_LEN = 24
 VOCAB = 40
@@ -69,11 +73,11 @@ def seen_by(position, live):
     return [*range(min(live.sinks, first)), *range(first, position)]
 
 
-def values_of(tokens, live):
+def values_of(tokens, live, model):
     """What a device writes for each token, given what it has written for those that the token sees."""
     values = []
     for position, token in enumerate(tokens):
-        values.append(hash((token, *(values[i] for i in seen_by(position, live)))))
+        values.append(hash((model, token, *(values[i] for i in seen_by(position, live)))))
     return values
 
 
@@ -98,22 +102,30 @@ def kept(request, count):
 class FakeDevice:
     """Runs steps at once and in order, as the device does."""
 
-    def __init__(self, live):
+    def __init__(self, live, model):
         self.live = live
         self.page_size = live.page_size
+        self.model = model  # goes into all that is written
         self.cache = {}  # place in a page: what was written there last
         self.log = {}  # place in a page: position and seed of the request whose token was written there last
         self.last_tokens = {}  # by slot
         self.texts = {}  # what is written for each token of a request's prompt and expected output
 
-    def run(self, step):
-        """Returns the sampled tokens of each row."""
+    def move(self, step, tier):
+        """What `Engine._move_pages` does."""
+        for page, key in step.saves:
+            tier.put(key, self.page(page))
         for done in step.compactions:
             self.compact(done)
+        for staged, page in step.loads:
+            assert staged["delay"] < 0  # it has arrived
+            self.put(page, staged["content"])
+
+    def run(self, step):
+        """Returns the sampled tokens of each row."""
         staged = {copy: self.page(copy[0]) for copy in step.copies}
         for (_, destination), places in staged.items():
-            for i, value in enumerate(places):
-                self.cache[destination * self.page_size + i] = value
+            self.put(destination, places)
         writes = []
         for row in step.rows:
             tokens = row.request.token_ids(row.start, row.start + row.num_tokens)
@@ -156,7 +168,7 @@ class FakeDevice:
             return
         # Nothing was written there if the row has ended, which the host does not know yet.
         seen = (self.cache.get(self.place(request, i)) for i in seen_by(position, self.live))
-        self.cache[self.place(request, position)] = hash((token, *seen))
+        self.cache[self.place(request, position)] = hash((self.model, token, *seen))
         self.log[self.place(request, position)] = (position, request.seed)
 
     def replace(self, request, position, token):
@@ -169,7 +181,7 @@ class FakeDevice:
             (place for place in places if self.log[place][0] <= position - h2o.recent),
             key=lambda place: mass(request.seed, self.log[place][0]),
         )
-        self.cache[victim] = hash((token, *text[:position]))
+        self.cache[victim] = hash((self.model, token, *text[:position]))
         self.log[victim] = (position, request.seed)
 
     def held(self, request, count):
@@ -195,6 +207,10 @@ class FakeDevice:
         assert page != 0
         return page * self.page_size + position % self.page_size
 
+    def put(self, page, places):
+        for i, value in enumerate(places):
+            self.cache[page * self.page_size + i] = value
+
     def page(self, page):
         return [self.cache.get(page * self.page_size + i) for i in range(self.page_size)]
 
@@ -219,16 +235,53 @@ class SchedulerMachine(RuleBasedStateMachine):
             decode_steps=steps,
             async_scheduling=data.draw(st.booleans()),
             prefix_cache=data.draw(st.sampled_from([True, True, True, False])),
+            preemption=data.draw(st.sampled_from(["auto", "recompute"])),
         )
-        self.scheduler = Scheduler(self.config, PagePool(self.config.num_pages, page_size), self.live)
-        self.device = FakeDevice(self.live)
-        self.unread = []
+        self.host_pages = data.draw(st.sampled_from([0, 1, 4, 20])) * self.config.prefix_cache
+        self.disk = FakeDisk(data.draw(st.integers(1, 40))) if data.draw(st.booleans()) else None
+        self.rates = data.draw(st.sampled_from([(None, None), (1e9, 1.0), (1.0, 1e9)]))
+        self.model = 0
+        self.start_process()
         self.requests = []
         self.next_position = {}  # of each request since its last admission: what is to be computed next
         self.forks = set()
         self.outputs = {}  # what each request is to say
         self.meanings = {}  # of every key: salt, tokens, and what is written for the page's tokens
         self.num_keys_seen = {}  # of each request
+
+    def start_process(self):
+        pool, self.threads = PagePool(self.config.num_pages, self.config.page_size), [Thread(), Thread()]
+        self.tier = None
+        if self.host_pages:
+            threads = iter(self.threads)
+            self.tier = HostTier(self.host_pages, FakeTransfer(), self.disk, make_executor=lambda: next(threads))
+        self.scheduler = Scheduler(
+            self.config, pool, self.live, tier=self.tier, cost=SwapCost(*self.rates), namespace=bytes([self.model])
+        )
+        self.device = FakeDevice(self.live, self.model)
+        self.unread = []
+
+    @precondition(lambda self: self.tier is not None and self.disk is not None)
+    @rule(orderly=st.booleans(), model=st.sampled_from([0, 0, 1]))
+    def restart(self, orderly, model):
+        """The process ends, in order or not, and another one begins over the same disk."""
+        for request in self.requests:
+            self.scheduler.finish(request, FinishReason.ABORT)
+        if orderly:  # what `Engine.close` does
+            for page, key in self.scheduler.pool.cached():
+                if key not in self.tier:
+                    self.tier.put(key, self.device.page(page))
+            self.tier.flush()
+        self.model = model
+        self.start_process()
+
+    @precondition(lambda self: self.tier is not None and self.disk is not None)
+    @rule(thread=st.integers(0, 1), count=st.integers(1, 4), damaged=st.none() | st.integers(0, 40))
+    def threads_go_on(self, thread, count, damaged):
+        if damaged is not None:
+            self.disk.damage(damaged)
+        for _ in range(count):
+            self.threads[thread].run()
 
     @rule(
         lengths=st.lists(st.tuples(PROMPTS, OUTPUTS), min_size=1, max_size=3), common=st.integers(0, MAX_LEN),
@@ -275,7 +328,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority, cache_salt=salt, source=source, output_token_ids=list(inherited),
         )  # fmt: skip
         self.outputs[request] = expected(request, inherited)
-        self.device.texts[request] = values_of([*prompt, *self.outputs[request]], self.live)
+        self.device.texts[request] = values_of([*prompt, *self.outputs[request]], self.live, self.model)
         self.requests.append(request)
         self.forks |= {request} if source else set()
         self.scheduler.add(request)
@@ -295,6 +348,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         enqueued = self.dispatch()
         if self.unread and (len(self.unread) > limit or not enqueued):
             self.read()
+        elif not enqueued and self.scheduler.is_loading:
+            self.tier.wait()
         elif not enqueued:
             assert not self.scheduler.has_unfinished, "no request can go on"
 
@@ -311,6 +366,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ]  # fmt: skip
         step = self.scheduler.schedule()
         self.check_step(step, goes_on)
+        self.device.move(step, self.tier)
         if step.rows:
             self.unread.append((step, self.device.run(step)))
         return bool(step.rows)
@@ -327,15 +383,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in goes_on:  # no decode waits for a prompt
             assert request in scheduled or request.status is Status.WAITING
         for request in step.admitted:
-            assert request in scheduled
+            assert (request in scheduled) != bool(request.num_pages_to_load)  # runs unless its pages are on their way
             assert all(request.sort_key < other.sort_key for other in self.scheduler.waiting)
-            [start] = [row.start for row in rows if row.request is request]
-            known = request.num_known_tokens  # of which the last at least is computed
-            assert start < known
-            assert start % config.page_size == 0 or start == known - 1
-            assert not start or request.params.prompt_logprobs is None or request in self.forks
-            assert not start or request.params.h2o is None
-            self.next_position[request] = start
+            self.next_position[request] = None
+            if request.metrics.num_preemptions and config.preemption == "recompute":
+                assert not request.num_pages_to_load
+                alone = [page for page in request.pages if self.scheduler.pool._num_owners[page] == 1]
+                assert not any(page in alone for _, page in step.loads)
         for done in step.compactions:
             assert len(done.pages) * config.page_size >= done.num_tokens > done.h2o.budget
         for source, destination in step.copies:
@@ -346,7 +400,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.scheduler.pool.find(key) == destination
         for row in rows:
             request, start = row.request, row.start
-            assert start == self.next_position[request]  # nothing is skipped, nothing computed twice
+            assert not request.num_pages_to_load
+            if self.next_position[request] is None:  # its first row since its admission
+                self.check_start(request, start)
+            else:
+                assert start == self.next_position[request]  # nothing is skipped, nothing computed twice
             self.next_position[request] = request.num_computed_tokens
             assert row.num_tokens >= 1
             exact, end = request.num_exact_tokens, request.num_computed_tokens
@@ -358,6 +416,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             if request.needs_host_mask and row.num_samples:
                 assert request.num_in_flight == row.num_samples == 1
 
+    def check_start(self, request, start):
+        known = request.num_known_tokens  # of which the last at least is computed
+        assert start < known
+        assert start % self.config.page_size == 0 or start == known - 1
+        assert not start or request.params.prompt_logprobs is None or request in self.forks
+        assert not start or request.params.h2o is None
+
     @precondition(lambda self: self.unread)
     @rule()
     def read(self):
@@ -368,6 +433,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def forget(self):
         self.scheduler.pool.forget()
+        if self.tier is not None:
+            self.tier.clear()
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -413,12 +480,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             seen = self.num_keys_seen.get(request, 0)
             for i, key in enumerate(request.page_keys[seen:], seen):
                 tokens = request.token_ids(0, (i + 1) * size)
-                content = values_of(tokens, self.live)[-size:]
-                meaning = (request.cache_salt, tokens, content)
+                content = values_of(tokens, self.live, self.model)[-size:]
+                meaning = (self.model, request.cache_salt, tokens, content)
                 assert self.meanings.setdefault(key, meaning) == meaning
             self.num_keys_seen[request] = len(request.page_keys)
         for page, key in pool._keys.items():
-            assert self.device.page(page) == self.meanings[key][2]
+            assert (self.model, self.device.page(page)) == (self.meanings[key][0], self.meanings[key][3])
+        if self.tier is not None:
+            self.tier.check_integrity()
+            stored = {**self.tier._pages, **{key: page for key, (page, _) in self.tier._writes.items()}}
+            stored |= {key: page["content"] for key, (page, _) in self.tier._staged.items()}
+            assert all((self.model, page) == self.meanings[key][::3] for key, page in stored.items())
+        for key, data in self.disk.files.items() if self.disk else ():
+            assert data is None or FakeTransfer().unpack(data) == self.meanings[key][3]
 
     def check_live_pages(self):
         """A request holds what it may need and nothing that nobody sees any more."""
@@ -435,7 +509,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Everything ends, in a bounded number of steps, with the right output and nothing left behind."""
         if not hasattr(self, "scheduler"):
             return
-        bound = 2 * sum(r.num_prompt_tokens + r.max_tokens + 1 for r in self.requests) + 2
+        bound = 6 * sum(r.num_prompt_tokens + r.max_tokens + 1 for r in self.requests) + 2
         for _ in range(bound):
             if not self.scheduler.has_unfinished and not self.unread:
                 break

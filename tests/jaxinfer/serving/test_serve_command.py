@@ -60,18 +60,22 @@ def test_it_serves_survives_a_kill_and_drains():
     assert "secret" not in rest
 
 
-def test_everything_is_loaded_and_compiled_before_the_server_runs(monkeypatch, capfd):
+def test_everything_is_loaded_and_compiled_before_the_server_runs(monkeypatch, capfd, tmp_path):
     warm, ran = [], []
     monkeypatch.setattr(
         "jaxinfer.engine.engine.Engine.warmup", lambda engine: warm.append(engine)
     )  # the slow test compiles
     monkeypatch.setattr("jaxinfer.serving.logs.configure_logs", lambda _: None)
     monkeypatch.setattr("jaxinfer.serving.server.Server.run", lambda self, sockets: ran.append(self._frontend))
+    tiers = ["--host-cache", "2MiB", "--disk-cache-dir", str(tmp_path), "--disk-cache", "1GB", "--preemption", "swap"]
     with pytest.raises(SystemExit) as stop:
-        main(["serve", TINY, *SMALL, "--port", "0", "--served-model-name", "mine", "--policy", "priority"])
+        main(["serve", TINY, *SMALL, "--port", "0", "--served-model-name", "mine", "--policy", "priority", *tiers])
     assert stop.value.code == 0
     assert len(warm) == 1
     assert (ran[0].config.model_name, ran[0].engine_config.policy, ran[0].max_model_len) == ("mine", "priority", 64)
+    engine_config = ran[0].engine_config
+    assert (engine_config.host_cache_bytes, engine_config.disk_cache_bytes) == (2 << 20, 10**9)
+    assert (engine_config.disk_cache_dir, engine_config.preemption) == (str(tmp_path), "swap")
     assert "mine is served at http://127.0.0.1:" in capfd.readouterr().err
 
 
@@ -82,6 +86,12 @@ def test_mistakes_are_told_at_once_and_in_one_line(capfd):
             ([TINY, "--port", str(taken.getsockname()[1])], 1, "choose another --port"),
             ([TINY, "--host", "no.such.host.invalid"], 1, "cannot listen on no.such.host.invalid"),
             ([TINY, "--max-queue", "-1"], 2, "max_queue must be 0 or more, got -1"),
+            (
+                [TINY, "--host-cache", "4 apples"],
+                2,
+                "must be a number with a unit such as 24GB or 16GiB, got '4 apples'",
+            ),
+            ([TINY, "--disk-cache-dir", "here"], 2, "disk_cache_dir needs host_cache_bytes"),
             ([TINY, "--api-key", "kéy"], 2, "api_key must be printable ASCII"),
         ):
             with pytest.raises(SystemExit) as stop:
