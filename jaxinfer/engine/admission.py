@@ -42,8 +42,11 @@ def make_requests(
         model, request_id, params, max_model_len, seeds, prompt_token_ids=token_ids, prompt=text, priority=priority,
         cache_salt=cache_salt,
     )  # fmt: skip
+    if params.structured_outputs is not None:
+        first.grammar = model.grammars.compile(params.structured_outputs)
     for other in others:
         other.source = first
+        other.grammar = first.grammar and first.grammar.fork()
     return [first, *others]
 
 
@@ -66,6 +69,8 @@ def fork_requests(
     _check_params(params, model.config.vocab_size)
     if params.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs of a fork are those of its source: leave them out")
+    if params.structured_outputs != source.params.structured_outputs:
+        raise ValueError("structured_outputs of a fork are those of its source, whose text it goes on with")
     if params.logprobs is not None and source.params.logprobs is None:
         raise ValueError("logprobs of a fork need a source with logprobs: its tokens so far have none")
     count = len(source.output_token_ids)
@@ -81,6 +86,7 @@ def fork_requests(
     for request in requests:
         request.output_token_ids += source.output_token_ids
         request.logprobs += source.logprobs if params.logprobs is not None else []
+        request.grammar = source.grammar and source.grammar.fork()
     return requests
 
 
