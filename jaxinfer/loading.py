@@ -19,6 +19,7 @@ from checkpoints.safetensors_io import SafetensorsSource
 from checkpoints.sources import TensorSource
 from checkpoints.trees import flatten
 from jaxinfer.config import ModelConfig, RopeScaling
+from jaxinfer.grammar import GrammarCompiler
 from jaxinfer.model.families import config_from_gguf, config_from_hf
 from jaxinfer.model.params import Params, abstract_params
 from jaxinfer.model.spec import DecoderSpec
@@ -62,6 +63,11 @@ class Model:
     def decoder(self) -> "Decoder":
         """The linen module, made when first used; `decoder.apply({"params": params}, cache, batch)`."""
         return self.spec.build()
+
+    @functools.cached_property
+    def grammars(self) -> GrammarCompiler:
+        """What makes the grammars of structured outputs, when first used."""
+        return GrammarCompiler(self.tokenizer, self.config.vocab_size)
 
     def save(self, path: str | Path) -> None:
         """Writes the model as an Orbax directory that `load` reads back; needs `jaxinfer[orbax]`.

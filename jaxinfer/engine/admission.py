@@ -42,8 +42,13 @@ def make_requests(
         model, request_id, params, max_model_len, seeds, prompt_token_ids=token_ids, prompt=text, priority=priority,
         cache_salt=cache_salt, is_steered=is_steered,
     )  # fmt: skip
-    if params.h2o is None:  # each of those that forget computes the prompt, into pages of its own
-        for other in others:
+    if params.structured_outputs is not None:
+        if is_steered:
+            raise ValueError("structured_outputs can not go with is_steered, where the caller chooses every token")
+        first.grammar = model.grammars.compile(params.structured_outputs)
+    for other in others:
+        other.grammar = first.grammar and first.grammar.fork()
+        if params.h2o is None:  # each of those that forget computes the prompt, into pages of its own
             other.source = first
     return [first, *others]
 
@@ -78,6 +83,8 @@ def fork_requests(
         )
     if params.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs of a fork are those of its source: leave them out")
+    if params.structured_outputs != source.params.structured_outputs:
+        raise ValueError("structured_outputs of a fork are those of its source, whose text it goes on with")
     if params.logprobs is not None and source.params.logprobs is None:
         raise ValueError("logprobs of a fork need a source with logprobs: its tokens so far have none")
     count = len(source.output_token_ids)
@@ -94,6 +101,7 @@ def fork_requests(
     for request in requests:
         request.output_token_ids += source.output_token_ids if token is None else [*source.output_token_ids, token]
         request.logprobs += source.logprobs if params.logprobs is not None else []
+        request.grammar = source.grammar and source.grammar.fork()
     return requests
 
 

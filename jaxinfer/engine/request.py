@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from jaxinfer.grammar import Grammar
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.result import Logprob
 from jaxinfer.sampling.rows import takes_best
@@ -18,6 +19,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens, or the model's limit
     ABORT = "abort"  # cancelled by the user
+    ERROR = "error"  # it cannot go on: `stop_reason` says why
 
 
 class Status(enum.Enum):
@@ -55,6 +57,7 @@ class Request:
         seed: 63-bit integer from which the row's random keys are made.
         max_tokens: most output tokens, already bounded by the model's length.
         bad_words: banned token sequences of two or more tokens, matched on the host.
+        grammar: what its text must be like, after the output tokens that the host knows.
         cache_salt: only requests of the same salt share cached pages; None is a salt of its own.
         source: the request this is a fork of, until its pages are shared: its tokens begin with ours, but for the last
             where the request is steered.
@@ -78,6 +81,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     banned_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
     priority: int = 0
     prompt: str | None = None
     cache_salt: str | None = None
@@ -160,7 +164,7 @@ class Request:
     @property
     def needs_host_mask(self) -> bool:
         """Whether the host must see every token before the next can be sampled."""
-        return bool(self.bad_words)
+        return bool(self.bad_words) or self.grammar is not None
 
     @property
     def waits_for_host(self) -> bool:

@@ -37,6 +37,7 @@ from pallas_kernels.pages import Pages
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # done, total
+ALL = np.uint32(0xFFFFFFFF)  # of 32 tokens
 
 
 @dataclasses.dataclass
@@ -264,25 +265,20 @@ class ModelRunner:
 
     def _token_mask(self, scheduled: ScheduledStep, num_rows: int) -> jax.Array | np.ndarray:
         """Returns which tokens each row may sample; almost always all of them, from one array kept on the device."""
-        banned: dict[int, Sequence[int]] = {
-            s: tokens
-            for s, row in enumerate(scheduled.rows)
-            if row.request.needs_host_mask and (tokens := row.request.banned_next_tokens())
-        }
         words = -(-self.decoder.config.vocab_size // 32)
-        if not banned:
+        masked = [s for s, row in enumerate(scheduled.rows) if row.num_samples and row.request.needs_host_mask]
+        if not masked:
             if num_rows not in self._masks:
-                self._masks[num_rows] = to_device(np.full((num_rows, words), 0xFFFFFFFF, np.uint32))
+                self._masks[num_rows] = to_device(np.full((num_rows, words), ALL, np.uint32))
             return self._masks[num_rows]
-        return _mask_without(banned, num_rows, words)
-
-
-def _mask_without(banned: dict[int, Sequence[int]], num_rows: int, words: int) -> np.ndarray:
-    mask = np.full((num_rows, words), 0xFFFFFFFF, np.uint32)
-    for row, tokens in banned.items():
-        for token in tokens:
-            mask[row, token // 32] &= ~np.uint32(1 << (token % 32))
-    return mask
+        mask = np.full((num_rows, words), ALL, np.uint32)
+        for s in masked:
+            request = scheduled.rows[s].request
+            if request.grammar is not None:
+                mask[s] = request.grammar.mask()
+            for token in request.banned_next_tokens():
+                mask[s, token // 32] &= ~np.uint32(1 << (token % 32))
+        return mask
 
 
 def _min_decode_rows(decoder: DecoderSpec) -> int:

@@ -369,13 +369,16 @@ def _append(request: Request, tokens: Sequence[int]) -> FinishReason | None:
     """Appends sampled tokens up to one that ends the request; returns why it ends."""
     for token in tokens:
         if token < 0:  # the request's own constraints forbid every token
-            return FinishReason.STOP
+            request.stop_reason = request.grammar.error if request.grammar else None
+            return FinishReason.ERROR if request.stop_reason else FinishReason.STOP
         request.output_token_ids.append(token)
         if token in request.stop_token_ids:
             request.stop_reason = token
             return FinishReason.STOP
         if len(request.output_token_ids) >= request.max_tokens:
             return FinishReason.LENGTH
+        if request.grammar is not None:
+            request.grammar.accept(token)
     return None
 
 

@@ -3,10 +3,11 @@
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 from jaxinfer.sampling import checks
 from jaxinfer.sampling.h2o import H2O
+from jaxinfer.sampling.structured import StructuredOutputs
 
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5
@@ -45,6 +46,8 @@ class SamplingParams:
         skip_special_tokens: Leave special tokens out of the text.
         bad_words: Strings that must not be generated.
         allowed_token_ids: Only these tokens may be generated; None allows all.
+        structured_outputs: The form that the text must have: a JSON schema, a regular expression, a choice or a grammar
+            (`StructuredOutputs`, or a mapping of its names). The model's own end-of-sequence token ends it.
         logprobs: Number of most probable alternatives reported per output token, 0 to 20; the sampled token's
             own log-probability is always among them. None reports nothing.
         prompt_logprobs: The same for the prompt's tokens.
@@ -80,6 +83,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     bad_words: Sequence[str] = ()
     allowed_token_ids: Sequence[int] | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
@@ -125,6 +129,10 @@ class SamplingParams:
             put("allowed_token_ids", checks.token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids must name at least one token, got none; None allows all")
+        if self.structured_outputs is not None:
+            put("structured_outputs", StructuredOutputs.of(self.structured_outputs))
+            if self.ignore_eos is True:
+                raise ValueError("ignore_eos can not go with structured_outputs, whose text ends with that token")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "echo"):
             put(name, checks.boolean(name, getattr(self, name)))
         for name in ("logprobs", "prompt_logprobs"):

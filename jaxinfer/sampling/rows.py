@@ -25,7 +25,8 @@ def needs_state(params: SamplingParams) -> bool:
 
 def takes_best(params: SamplingParams) -> bool:
     """Tells whether every token is the most probable by the model's own logits, so that no sampler is needed."""
-    return params.temperature == 0 and not params.min_tokens and not needs_state(params)
+    constrained = params.min_tokens or params.structured_outputs or needs_state(params)
+    return params.temperature == 0 and not constrained
 
 
 def needs_row(params: SamplingParams) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.async_engine import AsyncEngine, Delivery, RequestStream
+from jaxinfer.engine.request import FinishReason
 from jaxinfer.loading import Model
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.serving.config import ServerConfig
@@ -178,7 +179,7 @@ class Frontend:
         """Yields the deliveries of a stream, and puts their times and tokens into metrics and `usage`.
 
         Raises:
-            ApiError: 500, the engine has failed; 503, the server stops.
+            ApiError: 500, the engine has failed; 503, the server stops; 400, a grammar proved too complex.
         """
         timers = [CompletionTimer(arrival) for _ in range(num_choices)]
         n = num_choices // len(stream.request_ids)
@@ -194,6 +195,8 @@ class Frontend:
                     timer.finish(self.metrics, chunk.finish_reason, queued)
                     self._latency += 0.1 * (time.monotonic() - arrival - self._latency)
                     num_unfinished -= 1
+                    if chunk.finish_reason is FinishReason.ERROR:
+                        raise ApiError(400, str(chunk.stop_reason), code="grammar_error")
                     if chunk.index == 0:  # the other completions of the prompt share its pages
                         usage.cached_tokens += chunk.metrics.num_cached_tokens
                 yield delivery

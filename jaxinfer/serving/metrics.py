@@ -74,7 +74,7 @@ class Metrics:
             "jaxinfer_request_success", "Completions by the reason of their end.", ["model_name", "finished_reason"],
             registry=self.registry,
         )  # fmt: skip
-        self.success = {reason: success.labels(config.model_name, reason) for reason in ("stop", "length")}
+        self.success = {reason: success.labels(config.model_name, reason) for reason in ("stop", "length", "error")}
         self.aborted = success.labels(config.model_name, "abort")
         self.http_requests = Counter(
             "jaxinfer_http_requests", "HTTP requests by route and status.", ["path", "status"], registry=self.registry

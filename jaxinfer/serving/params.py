@@ -30,6 +30,7 @@ def sampling_params(body: CompletionBody | ChatBody, default: SamplingParams) ->
     values: dict[str, Any] = {f.name: getattr(default, f.name) for f in dataclasses.fields(default)}
     values["max_tokens"] = None if isinstance(body, ChatBody) else DEFAULT_COMPLETION_TOKENS
     given = {name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}
+    values |= _form(body)
     values |= given | (_chat_fields(body, given) if isinstance(body, ChatBody) else _completion_fields(body))
     for name in ("stop", "bad_words"):
         if isinstance(values[name], list) and len(values[name]) > MAX_STRINGS:
@@ -55,6 +56,22 @@ def naming_the_field(body: GenerationBody) -> Iterator[None]:
         words = re.findall(r"\w+", str(error))
         param = next((word for word in words if word in type(body).model_fields), None)
         raise ApiError(400, str(error), param=param) from error
+
+
+def _form(body: GenerationBody) -> dict[str, Any]:
+    """Returns what `response_format` asks for, as `structured_outputs`."""
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return {}
+    if body.structured_outputs is not None:
+        raise ApiError(400, "response_format and structured_outputs: give one of them", param="response_format")
+    if (wanted.json_schema is not None) != (wanted.type == "json_schema"):
+        raise ApiError(
+            400, "response_format.json_schema goes with the type json_schema, and only with it", param="response_format"
+        )
+    if wanted.json_schema is None:
+        return {"structured_outputs": {"json_object": True}}
+    return {"structured_outputs": {"json": wanted.json_schema.schema_}}
 
 
 def _completion_fields(body: CompletionBody) -> dict[str, Any]:

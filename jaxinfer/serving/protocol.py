@@ -4,7 +4,7 @@ Types and ranges of sampling fields are checked by `SamplingParams`, which says 
 could; here they only have their schemas. Every other field is checked by pydantic or where it is used.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -97,7 +97,8 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, given: Any) -> Any:
-        return check_fields(given, cls.model_fields.keys(), cls.refused_fields, cls.path)
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        return check_fields(given, known, cls.refused_fields, cls.path)
 
 
 class StreamOptions(Body):
@@ -107,6 +108,26 @@ class StreamOptions(Body):
     path: ClassVar[str] = "stream_options."
 
     include_usage: bool = Field(default=False, description="End with a chunk that holds the usage and no choices.")
+
+
+class JsonSchema(Body):
+    """The schema of `response_format`."""
+
+    path: ClassVar[str] = "response_format.json_schema."
+
+    name: str = Field(default="answer", description="For the reader; it changes nothing.")
+    description: str | None = Field(default=None, description="For the reader; it changes nothing.")
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(default=None, description="Accepted; the answer always keeps to the schema.")
+
+
+class ResponseFormat(Body):
+    """The form of an answer, as in OpenAI's API."""
+
+    path: ClassVar[str] = "response_format."
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class GenerationBody(Body):
@@ -142,6 +163,11 @@ class GenerationBody(Body):
     include_stop_str_in_output: Boolean = None
     skip_special_tokens: Boolean = None
     h2o: Budget = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None, description="One of json, json_object, regex, choice and grammar, as in vLLM."
+    )
 
 
 class CompletionBody(GenerationBody):

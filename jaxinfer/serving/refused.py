@@ -19,7 +19,6 @@ CHAT: Refused = {
     "parallel_tool_calls": ("tool calls are not supported yet", ()),
     "functions": ("tool calls are not supported yet", ([],)),
     "function_call": ("tool calls are not supported yet", ("none",)),
-    "response_format": ("only plain text is supported so far", ({"type": "text"},)),
     "modalities": ("this server writes text only", (["text"],)),
     "audio": ("this server writes text only", ()),
     "prediction": ("predicted output is not supported", ()),
