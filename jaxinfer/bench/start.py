@@ -19,8 +19,8 @@ def load(task: dict[str, Any]) -> Any:
 
     def _generate(prompt: list[int], max_tokens: int) -> list[float]:
         times: list[float] = []
-        llm.engine.prepare(len(prompt))
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        llm.engine.prepare(len(prompt), params)
         for chunk in llm.stream(prompt, params):
             times += [time.perf_counter()] * len(chunk.token_ids)
         return times

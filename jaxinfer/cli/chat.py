@@ -86,7 +86,7 @@ class Conversation:
         with contextlib.closing(self.llm.stream(prompt, self.params)) as stream:
             if dropped := len(self.turns) + 1 - len(turns):
                 notice(f"the conversation is too long: its oldest {dropped} messages were dropped")
-            prepare(self.llm, prompt)
+            prepare(self.llm, prompt, self.params)
             try:
                 for chunk in stream:
                     said.append(chunk.text)

@@ -132,12 +132,12 @@ def make_llm(
     return LLM(loaded, max_num_seqs=1, max_model_len=max_model_len, kv_dtype=kv_dtype, page_size=page_size)
 
 
-def prepare(llm: "LLM", prompt: str) -> None:
+def prepare(llm: "LLM", prompt: str, params: "SamplingParams") -> None:
     """Compiles what this prompt needs, unless it has been, saying so when it takes long."""
     from jaxinfer.cli.progress import spinner
 
     with spinner("Compiling (kept for the next time)"):
-        llm.engine.prepare(len(llm.tokenizer.encode(prompt)))
+        llm.engine.prepare(len(llm.tokenizer.encode(prompt)), params)
 
 
 def check_sampling(given: dict[str, Any]) -> None:

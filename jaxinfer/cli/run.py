@@ -55,7 +55,7 @@ def run(
             messages = [{"role": "system", "content": system}] if system is not None else []
             text = llm.tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}])
         stream = llm.stream(text, params)  # refuses a bad prompt before anything is compiled
-        prepare(llm, text)
+        prepare(llm, text, params)
         programs = llm.stats().compile
         watch.lap("programs", f"{programs.num_compiled} compiled, {programs.num_loaded} from the cache")
     finish_reason = None

@@ -27,12 +27,15 @@ class BatchShape:
     """Static sizes of a step; every distinct value is compiled once.
 
     `is_decode`: one token a row and a loop over several steps, instead of one ragged step.
+    `takes_best`: every row takes its most probable token. The sampler, half of what there is to compile of a small
+    model, is left out.
     """
 
     num_tokens: int  # T
     num_rows: int  # S
     pages_per_row: int  # M
     is_decode: bool
+    takes_best: bool = False
 
     def ints(self) -> dict[str, tuple[int, ...]]:
         """Returns name and shape of every part of the packed int32 array."""
@@ -108,7 +111,7 @@ class Buckets:
         )
 
     def all(self) -> list[BatchShape]:
-        """Returns every shape that can occur, the ones that a first request needs before the others."""
+        """Returns every shape that can occur, each with the sampler, those of a first request first."""
         decode = [BatchShape(rows, rows, self.pages_per_row, True) for rows in self.decode_rows]
         ragged = [
             BatchShape(tokens, rows, self.pages_per_row, False)

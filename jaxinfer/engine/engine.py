@@ -27,6 +27,7 @@ from jaxinfer.engine.swap_cost import SwapCost
 from jaxinfer.kv_spec import KVSpec
 from jaxinfer.loading import Model
 from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.sampling.rows import takes_best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,13 +133,14 @@ class Engine:
         """Compiles every step shape, so that none is compiled while requests run; `progress(done, total)`."""
         self.runner.warmup(progress)
 
-    def prepare(self, num_prompt_tokens: int) -> None:
-        """Compiles what a single request of this length needs, side by side instead of one after the other."""
+    def prepare(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        """Compiles what a single such request needs, side by side instead of one after the other."""
         limit = self.config.max_num_batched_tokens
         chunks = {min(num_prompt_tokens, limit), num_prompt_tokens % limit or limit}
         buckets = self.runner.buckets
         ragged = {buckets.ragged(size, 1) for size in chunks if size > 1}
-        self.runner.compile([*ragged, buckets.decode(1)])
+        shapes = [*ragged, buckets.decode(1)]
+        self.runner.compile([dataclasses.replace(shape, takes_best=takes_best(params)) for shape in shapes])
 
     def add_request(
         self, request_id: str, prompt: str | Ints[int], params: SamplingParams | None = None, *, priority: int = 0,

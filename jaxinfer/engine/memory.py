@@ -1,5 +1,7 @@
-"""How many KV pages fit, from what the device says is free."""
+"""Memory: how many KV pages fit into what the device says is free, and giving back what is not needed."""
 
+import contextlib
+import ctypes
 import os
 from pathlib import Path
 
@@ -79,3 +81,9 @@ def plan_pages(model: ModelConfig, config: EngineConfig, kv: KVSpec, free: int, 
             "one new token needs at least 2; raise num_pages or page_size"
         )
     return num_pages, min(wanted, capacity)
+
+
+def trim_heap() -> None:
+    """Gives memory that has been freed back to the system: compiling or reading programs leaves tens of MiB of it."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # a system whose C library is not glibc
+        ctypes.CDLL(None).malloc_trim(0)

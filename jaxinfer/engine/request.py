@@ -2,11 +2,13 @@
 
 import dataclasses
 import enum
+import functools
 import time
 from collections.abc import Sequence
 
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.result import Logprob
+from jaxinfer.sampling.rows import takes_best
 
 
 class FinishReason(enum.StrEnum):
@@ -114,6 +116,11 @@ class Request:
     def num_tokens_to_sample(self) -> int:
         """Output tokens that may still be asked of the device."""
         return self.max_tokens - len(self.output_token_ids) - self.num_in_flight
+
+    @functools.cached_property
+    def takes_best(self) -> bool:
+        """Whether it needs no sampler; see `rows.takes_best`."""
+        return takes_best(self.params)
 
     @property
     def needs_host_mask(self) -> bool:

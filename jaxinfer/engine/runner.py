@@ -16,6 +16,7 @@ import numpy as np
 from jaxinfer.compile_cache import ProgramCache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.batch import BatchShape, Buckets, build_batch
+from jaxinfer.engine.memory import trim_heap
 from jaxinfer.engine.page_moves import Load
 from jaxinfer.engine.page_pool import NULL_PAGE
 from jaxinfer.engine.page_transfer import Page, PageTransfer
@@ -26,7 +27,7 @@ from jaxinfer.engine.state import EngineState, StepOutput
 from jaxinfer.model.params import Params
 from jaxinfer.model.spec import DecoderSpec
 from jaxinfer.sampling.rows import build_row, needs_row
-from jaxinfer.sampling.state import install_row
+from jaxinfer.sampling.state import install_row, to_device
 from pallas_kernels.page_copy import copy_pages
 from pallas_kernels.pages import Pages
 
@@ -142,7 +143,7 @@ class ModelRunner:
         """Enqueues a step, with the page copies that come before it, and returns at once."""
         if scheduled.copies:
             self._copy(scheduled.copies)
-        shape = self.buckets.shape_for(scheduled)
+        shape = self._shape_for(scheduled)
         ints, floats = build_batch(scheduled, shape, self.config.page_size)
         step = self._compile(shape)
         mask = self._token_mask(scheduled, shape.num_rows)
@@ -182,6 +183,14 @@ class ModelRunner:
             for done, _ in enumerate(pool.map(self._compile, shapes), 1):
                 if progress:
                     progress(done, len(shapes))
+        trim_heap()
+
+    def _shape_for(self, scheduled: ScheduledStep) -> BatchShape:
+        """Leaves the sampler out where nobody needs it and the step with it has not been compiled."""
+        shape = self.buckets.shape_for(scheduled)
+        if shape in self._compiled or not scheduled.takes_best:
+            return shape
+        return dataclasses.replace(shape, takes_best=True)
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies pages of all layers, (source, destination), in one operation; as many at most as there are rows."""
@@ -243,7 +252,7 @@ class ModelRunner:
         words = -(-self.decoder.config.vocab_size // 32)
         if not banned:
             if num_rows not in self._masks:
-                self._masks[num_rows] = jnp.asarray(np.full((num_rows, words), 0xFFFFFFFF, np.uint32))
+                self._masks[num_rows] = to_device(np.full((num_rows, words), 0xFFFFFFFF, np.uint32))
             return self._masks[num_rows]
         return _mask_without(banned, num_rows, words)
 

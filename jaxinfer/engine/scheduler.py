@@ -59,6 +59,11 @@ class ScheduledStep:
         return sum(row.num_tokens for row in self.rows)
 
     @property
+    def takes_best(self) -> bool:
+        """Whether no row needs the sampler."""
+        return all(row.request.takes_best for row in self.rows)
+
+    @property
     def is_decode(self) -> bool:
         """Whether every row is one token from which the next is sampled."""
         return all(row.num_tokens == 1 and row.num_samples and not row.wants_prompt_logprobs for row in self.rows)

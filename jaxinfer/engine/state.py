@@ -4,13 +4,12 @@ import dataclasses
 from collections.abc import Collection
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.kv_spec import KVSpec
 from jaxinfer.model.kv_cache import KVCache
 from jaxinfer.model.spec import DecoderSpec
-from jaxinfer.sampling.state import SamplerState, init_state
+from jaxinfer.sampling.state import SamplerState, init_state, to_device
 from pallas_kernels.cpu import zeros_on_demand
 
 
@@ -39,7 +38,7 @@ class EngineState:
         return cls(
             cache=_zeros_on_demand(jax.eval_shape(zero_pages)) if on_demand else zero_pages(),
             sampler=init_state(num_slots, decoder.config.vocab_size, stop_token_ids),
-            last_tokens=jnp.asarray(np.zeros(num_slots, np.int32)),
+            last_tokens=to_device(np.zeros(num_slots, np.int32)),
         )
 
 

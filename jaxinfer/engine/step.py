@@ -33,12 +33,12 @@ def model_step(
     """Runs a packed batch; `jit_step` says which arguments are static or donated."""
     batch = StepBatch.unpack(ints, floats, shape)
     if shape.is_decode:
-        return decode_steps(decoder, params, state, batch, token_mask, max_steps)
-    return ragged_step(decoder, params, state, batch, token_mask)
+        return decode_steps(decoder, params, state, batch, token_mask, shape.takes_best, max_steps)
+    return ragged_step(decoder, params, state, batch, token_mask, shape.takes_best)
 
 
 def ragged_step(
-    decoder: Decoder, params: Params, state: EngineState, batch: StepBatch, token_mask: jax.Array
+    decoder: Decoder, params: Params, state: EngineState, batch: StepBatch, token_mask: jax.Array, takes_best: bool
 ) -> tuple[EngineState, StepOutput]:
     """Runs one step over rows of any length."""
     T, S = batch.tokens.token_ids.shape[0], batch.logits_indices.shape[0]
@@ -47,13 +47,15 @@ def ragged_step(
     tokens = dataclasses.replace(batch.tokens, token_ids=token_ids)
     hidden, cache = forward(decoder, params, state.cache, tokens)
     state = dataclasses.replace(state, cache=cache)
-    state, sampled, _ = _sample(decoder, params, state, hidden[batch.logits_indices], batch.sampling, token_mask)
+    hidden_last = hidden[batch.logits_indices]
+    state, sampled, _ = _sample(decoder, params, state, hidden_last, batch.sampling, token_mask, takes_best)
     return state, StepOutput(sampled[None], hidden)
 
 
 def decode_steps(
-    decoder: Decoder, params: Params, state: EngineState, batch: StepBatch, token_mask: jax.Array, max_steps: int
-) -> tuple[EngineState, StepOutput]:
+    decoder: Decoder, params: Params, state: EngineState, batch: StepBatch, token_mask: jax.Array, takes_best: bool,
+    max_steps: int,
+) -> tuple[EngineState, StepOutput]:  # fmt: skip
     """Runs up to `max_steps` decode steps, fewer when every row has its `num_samples` tokens or has stopped."""
     S, D = batch.logits_indices.shape[0], decoder.config.hidden_size
     page_size, slots = state.cache.page_size, batch.tokens.slots
@@ -71,7 +73,7 @@ def decode_steps(
         hidden, cache = forward(decoder, params, state.cache, tokens)
         state = dataclasses.replace(state, cache=cache)
         rows = dataclasses.replace(batch.sampling, positions=batch.sampling.positions + step, active=active)
-        state, sampled, now_stopped = _sample(decoder, params, state, hidden, rows, token_mask)
+        state, sampled, now_stopped = _sample(decoder, params, state, hidden, rows, token_mask, takes_best)
         output = StepOutput(output.token_ids.at[step].set(sampled), output.hidden.at[step].set(hidden))
         return step + 1, jnp.where(active, sampled, token_ids), stopped | now_stopped, state, output
 
@@ -88,11 +90,12 @@ def _known_tokens(token_ids: jax.Array, last_tokens: jax.Array, slots: jax.Array
 
 
 def _sample(
-    decoder: Decoder, params: Params, state: EngineState, hidden: jax.Array, rows: SamplingRows, token_mask: jax.Array
-) -> tuple[EngineState, jax.Array, jax.Array]:
+    decoder: Decoder, params: Params, state: EngineState, hidden: jax.Array, rows: SamplingRows,
+    token_mask: jax.Array, takes_best: bool,
+) -> tuple[EngineState, jax.Array, jax.Array]:  # fmt: skip
     """Returns the state, the token of each row (-1 for none) and whether the row has stopped."""
     logits = head_logits(decoder, params, hidden)
-    tokens, sampler, stopped = sample(logits, rows, state.sampler, token_mask)
+    tokens, sampler, stopped = sample(logits, rows, state.sampler, token_mask, takes_best=takes_best)
     assert sampler is not None
     slots = jnp.where(rows.active, rows.slots, state.last_tokens.shape[0])  # out of range: dropped
     last_tokens = state.last_tokens.at[slots].set(tokens, mode="drop")

@@ -52,8 +52,7 @@ class DecoderLayer(nn.Module):
         )
         y = RMSNorm(c.rms_norm_eps, self.dtype, name="attention_norm")(x)
         y, k_pages, v_pages, open_pages = attention(y, rope, k_pages, v_pages, open_pages, batch, schedule, plan)
-        x = x + y
-        y = RMSNorm(c.rms_norm_eps, self.dtype, name="mlp_norm")(x)
+        x, y = RMSNorm(c.rms_norm_eps, self.dtype, name="mlp_norm").add(x, y)
         mlp = MLP(c.intermediate_size, c.mlp_bias, self.dtype, self.activations, name="mlp")
         return x + mlp(y), k_pages, v_pages, open_pages
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.quantization import is_packed, take_rows
 from pallas_kernels.quantized_matmul import quantized_matmuls
+from pallas_kernels.rms_norm import add_rms_norm, rms_norm
 
 _matrix_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2)
 
@@ -93,18 +93,23 @@ def project(x: Float[Array, "T D"], *layers: Linear) -> tuple[jax.Array, ...]:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale over the last axis, in f32 (Zhang and Sennrich, 2019)."""
+    """x / rms(x) * scale over the last axis; see `rms_norm`."""
 
     eps: float
     dtype: Any
 
     @nn.compact
+    def parameters(self, features: int) -> jax.Array:
+        """Returns the scale."""
+        return parameter(self, "scale", nn.initializers.ones_init(), (features,), self.dtype)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns an array like x."""
-        scale = parameter(self, "scale", nn.initializers.ones_init(), (x.shape[-1],), self.dtype)
-        y = x.astype(jnp.float32)
-        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return y.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))
+        return rms_norm(x, self.parameters(x.shape[-1]), self.eps)
+
+    def add(self, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns x + y and its norm, both like x."""
+        return add_rms_norm(x, y, self.parameters(x.shape[-1]), self.eps)
 
 
 class MLP(nn.Module):

@@ -4,6 +4,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import ModelConfig, RopeScaling
@@ -37,7 +38,8 @@ def rope_tables(
     """Returns cos and sin of every position, f32[T, 1, H / 2], computed once a step for all layers."""
     frequencies, attention_factor = rope_frequencies(config)
     angles = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(frequencies)[None, None, :]
-    return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
+    tables = jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
+    return lax.optimization_barrier(tables)  # else XLA computes them again in each layer
 
 
 def apply_rope(

@@ -23,6 +23,11 @@ def needs_state(params: SamplingParams) -> bool:
     return uses_penalties(params) or bool(params.logit_bias or params.bad_words or params.allowed_token_ids is not None)
 
 
+def takes_best(params: SamplingParams) -> bool:
+    """Tells whether every token is the most probable by the model's own logits, so that no sampler is needed."""
+    return params.temperature == 0 and not params.min_tokens and not needs_state(params)
+
+
 def needs_row(params: SamplingParams) -> bool:
     """Tells whether a request needs a row of its own: `build_row`, then `state.install_row`.
 

@@ -203,6 +203,24 @@ def test_bad_calls(llm, model):
         LLM(model, max_model_len=300)
 
 
+def test_the_sampler_is_compiled_when_it_is_needed(model, naive):
+    llm = LLM(model, compile_cache=False, max_num_seqs=1, max_num_batched_tokens=16, max_model_len=32)
+
+    def run(params):
+        [output] = llm.generate([5, 6, 7], params)
+        assert output.outputs[0].token_ids == naive.run([5, 6, 7], params)[0]
+        return sorted((shape.is_decode, shape.takes_best) for shape in llm.engine.runner._compiled)
+
+    greedy = dataclasses.replace(GREEDY, max_tokens=6)
+    llm.engine.prepare(3, greedy)
+    assert run(greedy) == [(False, True), (True, True)]
+    assert run(dataclasses.replace(greedy, temperature=1, seed=3)) == [
+        (False, False), (False, True), (True, False), (True, True)
+    ]  # fmt: skip
+    llm.engine.runner._compiled = {s: step for s, step in llm.engine.runner._compiled.items() if not s.takes_best}
+    assert run(greedy) == [(False, False), (True, False)]  # what is there serves
+
+
 @pytest.mark.slow
 def test_compilation_after_warmup_is_reported(model, caplog):
     engine = LLM(model, compile_cache=False, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=32).engine

@@ -1,4 +1,4 @@
-"""vLLM's engine in bfloat16; the model is a Hugging Face directory. Its worker's memory is not in the peak memory."""
+"""vLLM's engine in the dtype of the model's own config. Its worker's memory is not in the peak memory."""
 
 import os
 import time
@@ -14,7 +14,7 @@ def load(task):
     import vllm
 
     llm = vllm.LLM(
-        task["model"], dtype="bfloat16", skip_tokenizer_init=True, max_model_len=task["max_model_len"],
+        task["model"], skip_tokenizer_init=True, max_model_len=task["max_model_len"],
         max_num_seqs=task["max_num_seqs"],
     )  # fmt: skip
     engine = llm.llm_engine
@@ -33,7 +33,8 @@ def load(task):
                 seen += [time.perf_counter()] * (len(output.outputs[0].token_ids) - len(seen))
         return times
 
-    return {"engine": f"vllm {vllm.__version__} bfloat16", "file": os.path.basename(task["model"])}, run
+    dtype = str(engine.model_config.dtype).removeprefix("torch.")
+    return {"engine": f"vllm {vllm.__version__} {dtype}", "file": os.path.basename(task["model"])}, run
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 import dataclasses
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -15,11 +18,13 @@ from checkpoints.trees import flatten
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.generation import generate
+from jaxinfer.llm import LLM
 from jaxinfer.loading import load
 from jaxinfer.model.params import abstract_params
 from jaxinfer.quantization import is_packed, layouts, packing
 from jaxinfer.quantization.layouts import KEPT_TYPES, Layout, current_layout, planes
 from jaxinfer.quantization.packing import packed_plan
+from jaxinfer.sampling.params import SamplingParams
 from pallas_kernels.cpu import library
 from pallas_kernels.quantized_matmul import (
     CpuWeight,
@@ -220,3 +225,26 @@ def test_what_cannot_be_is_refused(tmp_path):
         load(MODEL, quantize="int8", mesh=make_mesh(model=2))
     with pytest.raises(ValueError, match='load the model with quantize="none"'):
         load(MODEL / "model.gguf").save(tmp_path / "saved")
+
+
+ONE_THREAD = """
+import os, sys
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # XLA makes a thread for each CPU that the process may use
+from tests.jaxinfer.quantization.test_packed_models import greedy_tokens
+print(greedy_tokens(sys.argv[1]))
+"""
+
+
+def greedy_tokens(activations):
+    llm = LLM(MODEL / "model.gguf", activations=activations, max_num_seqs=1, max_model_len=64)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    return llm.generate(list(range(5, 25)), params)[0].outputs[0].token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not let a process choose its CPUs")
+@pytest.mark.parametrize("activations", ["float32", "int16", "int8"])
+def test_one_thread_gives_the_same_tokens(activations):
+    command = [sys.executable, "-c", ONE_THREAD, activations]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == str(greedy_tokens(activations)), done.stderr

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.sampling import SamplingParams
-from jaxinfer.sampling.rows import build_row, needs_row, needs_state, uses_penalties
+from jaxinfer.sampling.rows import build_row, needs_row, needs_state, takes_best, uses_penalties
 from jaxinfer.sampling.sampler import make_rows, sample
 from jaxinfer.sampling.state import SamplerState, init_state, install_row
 from tests.jaxinfer.sampling import reference
@@ -94,6 +94,27 @@ def test_greedy_ties_go_to_the_lowest_id():
     assert run(x, one(SamplingParams(temperature=0)), fresh())[0][0] == 30
     biased = SamplingParams(temperature=0, logit_bias={20: 1.0})
     assert run(x, one(biased), install(fresh(), 0, biased))[0][0] == 20
+
+
+def test_rows_that_take_the_best_need_no_sampler():
+    plain = SamplingParams(temperature=0, stop_token_ids=[4], ignore_eos=True, top_p=0.5)
+    others = [
+        SamplingParams(min_tokens=1, temperature=0),
+        SamplingParams(temperature=0, logit_bias={1: 1.0}),
+        *PARAMS[1:],
+    ]
+    assert takes_best(plain)
+    assert not any(map(takes_best, others))
+    x = eight_logits()
+    x[3, 4] = x[6, 4] = 100
+    rows = make_rows([plain] * 6, slots=range(6), seeds=range(6), positions=[13] * 6, prompt_lens=[10] * 6, num_rows=8)
+    state = fresh()
+    for i in range(6):
+        state = install(state, i, plain)
+    wanted, got = run(x, rows, state), jax.jit(functools.partial(sample, takes_best=True))(x, rows, state)
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.asarray(got[2]).tolist() == [i == 3 for i in range(8)]
 
 
 def test_inactive_rows_return_zero_and_leave_the_state_alone():

@@ -1,0 +1,5 @@
+"""RMS normalization, with the residual sum before it."""
+
+from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
+
+__all__ = ["add_rms_norm", "rms_norm"]
