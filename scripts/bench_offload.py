@@ -9,6 +9,7 @@ import statistics
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer import LLM, SamplingParams
@@ -45,7 +46,7 @@ def second_turns(llm: LLM, prompts: list[list[int]]) -> Run:
 
 def measure_moves(llm: LLM, count: int) -> None:
     """Prints what a page costs on its way out and in, `count` at a time, waiting for each."""
-    kv = llm.engine.config.kv_spec(llm.model.spec.dtype)
+    kv = llm.engine.config.kv_spec(jnp.dtype(llm.model.spec.dtype))
     cache = KVCache.init(llm.model.config, 1 + count, llm.engine.config.page_size, kv)
     pages, numbers = (cache.k_pages, cache.v_pages), list(range(1, 1 + count))
     transfer = PageTransfer(pages)
@@ -72,7 +73,7 @@ def main() -> None:
     parser.add_argument("--kv", default="auto")
     args = parser.parse_args()
     each = -(-(args.tokens + 64) // 64) * 64
-    num_pages = 1 + int(args.conversations * each / args.times) // 16
+    num_pages = 1 + int(args.conversations * (args.tokens + PARAMS.max_tokens + 2) / args.times) // 16
     options = {"num_pages": num_pages, "max_model_len": each, "max_num_seqs": 1, "kv_dtype": args.kv, "page_size": 16}
     tiered = LLM(args.model, **options, host_cache_bytes=2 << 30)
     llms = {True: tiered, False: LLM(tiered.model, **options)}

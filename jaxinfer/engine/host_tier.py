@@ -226,6 +226,7 @@ class HostTier:
             "staged": (len(self._staged), MAX_STAGED),
             "being read": (len(self._reads), MAX_READS),
             "being written": (len(self._writes), MAX_WRITES),
+            "staged and not wanted": (len(self._staged.keys() - set(self._wanted)), 0),
         }
         if wrong := [f"{count} of {limit} pages {what}" for what, (count, limit) in sizes.items() if count > limit]:
             raise RuntimeError(f"the host tier is inconsistent: {', '.join(wrong)}")

@@ -43,8 +43,6 @@ class PageMoves:
         was damaged), the request computes the rest.
         """
         waiting = [request for request in running if request.num_pages_to_load]
-        if not waiting:
-            return []
         self._tier.stage([key for request in waiting for key in self._keys(request)])
         return [load for request in waiting for load in self._arrived(request)]
 

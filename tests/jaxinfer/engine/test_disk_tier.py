@@ -5,6 +5,9 @@ import os
 import pytest
 
 from jaxinfer.engine.disk_tier import HEADER_BYTES, DiskTier
+from jaxinfer.engine.page_pool import PagePool
+from jaxinfer.engine.prefix_cache import PrefixCache
+from tests.jaxinfer.engine.host import make_request
 
 KEYS = [bytes([i]) * 32 for i in range(8)]
 FINGERPRINT = b"f" * 32
@@ -96,3 +99,12 @@ def test_what_cannot_be_written_is_said_once(tmp_path, caplog):
     assert len(caplog.records) == 1
     assert "KV pages are no longer written to" in caplog.text
     assert tier.read(KEYS[0]) is None
+
+
+def test_pages_of_two_models_have_no_key_in_common():
+    keys = []
+    for namespace in (b"a" * 32, b"b" * 32, b""):
+        request = make_request("r", num_prompt=9)
+        PrefixCache(PagePool(20, 2), namespace=namespace).match(request)
+        keys += request.page_keys
+    assert len(set(keys)) == len(keys) == 3 * 4

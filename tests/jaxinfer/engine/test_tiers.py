@@ -58,7 +58,8 @@ def test_conversations_larger_than_the_pool_come_back(model, naive):
     assert stats.tiers.num_host_hits == stats.tiers.num_pages_in >= 3 * 12
 
 
-@pytest.mark.parametrize(("kv_dtype", "page_size"), [("int8", 4), pytest.param("int4", 32, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kv_dtype", "page_size"), [("int8", 4), ("int4", 32)])
 def test_quantized_pages_come_back_as_they_were(model, kv_dtype, page_size):
     engine = make_engine(model, kv_dtype=kv_dtype, page_size=page_size, num_pages=1 + MAX_LEN // page_size)
     first = serve_in_turn(engine, PROMPTS)
