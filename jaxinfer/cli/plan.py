@@ -88,7 +88,7 @@ class _Planner:
                 raise error from None  # no memory mends that
             engine, kv = self._engine(kv_dtype), self.kv(kv_dtype)
             least = least_memory(self.config, engine, kv, self._weights(quantize))
-            fitting = [text for text, *other in self._alternatives(quantize, kv_dtype) if self._fits(memory, *other)]
+            fitting = [text for text, *other in self._alternatives(quantize, kv_dtype) if self._fits(memory, other)]
             advice = f"; or use {' or '.join(fitting)}" if fitting else ""
             raise ValueError(f"{error}\nit would fit into {format_size(least)}{advice}") from None
 
@@ -100,7 +100,8 @@ class _Planner:
             memory=memory, is_cpu=self._cpu,
         )  # fmt: skip
 
-    def _fits(self, memory: int, quantize: str | None, kv_dtype: str, changes: dict[str, Any]) -> bool:
+    def _fits(self, memory: int, alternative: list[Any]) -> bool:
+        quantize, kv_dtype, changes = alternative
         try:
             self._try(memory, quantize, kv_dtype, **changes)
         except ValueError:
@@ -119,7 +120,7 @@ class _Planner:
         ]
 
     def _engine(self, kv_dtype: str, **changes: Any) -> EngineConfig:
-        options = self._options | {"kv_dtype": kv_dtype} | changes
+        options: dict[str, Any] = self._options | {"kv_dtype": kv_dtype} | changes
         options["page_size"] = options["page_size"] or self.kv(kv_dtype).page_size
         return EngineConfig(**options)
 
