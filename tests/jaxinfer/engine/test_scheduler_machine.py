@@ -383,7 +383,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in goes_on:  # no decode waits for a prompt
             assert request in scheduled or request.status is Status.WAITING
         for request in step.admitted:
-            assert (request in scheduled) != bool(request.num_pages_to_load)  # runs unless its pages are on their way
+            came = any(page in request.pages for _, page in step.loads)  # perhaps too late for this step
+            assert request in scheduled or request.num_pages_to_load or came
             assert all(request.sort_key < other.sort_key for other in self.scheduler.waiting)
             self.next_position[request] = None
             if request.metrics.num_preemptions and config.preemption == "recompute":
