@@ -12,6 +12,7 @@ import numpy as np
 from jaxinfer.engine.request import Request
 from jaxinfer.loading import Model
 from jaxinfer.sampling.params import SamplingParams, validate_token_ids
+from jaxinfer.sampling.structured import StructuredOutputs
 
 
 def make_requests(
@@ -45,7 +46,7 @@ def make_requests(
     if params.structured_outputs is not None:
         if is_steered:
             raise ValueError("structured_outputs can not go with is_steered, where the caller chooses every token")
-        first.grammar = model.grammars.compile(params.structured_outputs)
+        first.grammar = model.grammars.compile(StructuredOutputs.of(params.structured_outputs))
     for other in others:
         other.grammar = first.grammar and first.grammar.fork()
         if params.h2o is None:  # each of those that forget computes the prompt, into pages of its own

@@ -175,11 +175,11 @@ class HostTier:
 
     def wait(self) -> None:
         """Blocks until the page that is wanted first has come nearer."""
-        key = self._wanted[0] if self._wanted else None
+        key = self._wanted[0] if self._wanted else b""
         if key in self._staged:
             self._transfer.wait(self._staged[key][0])
-        elif read := self._reads.get(key, next(iter(self._reads.values()), None)):
-            read.exception()
+        elif self._reads:
+            self._reads.get(key, next(iter(self._reads.values()))).exception()
 
     def flush(self) -> None:
         """Writes to disk all that is not yet there, as far as it has room, and waits for it."""
@@ -208,12 +208,20 @@ class HostTier:
 
     def stats(self) -> TierStats:
         """Returns what there is and what was moved."""
-        disk = self._disk
+        disk, (host_hits, disk_hits) = self._disk, self._num_hits
         return TierStats(
-            self._transfer.page_bytes, len(self._pages), disk.num_pages if disk is not None else 0, self._num_out,
-            sum(self._num_hits), *self._num_hits, self._num_evictions, disk.num_evictions if disk is not None else 0,
-            self._num_dropped, disk.num_skipped if disk is not None else 0,
-        )  # fmt: skip
+            page_bytes=self._transfer.page_bytes,
+            num_host_pages=len(self._pages),
+            num_disk_pages=disk.num_pages if disk is not None else 0,
+            num_pages_out=self._num_out,
+            num_pages_in=host_hits + disk_hits,
+            num_host_hits=host_hits,
+            num_disk_hits=disk_hits,
+            num_host_evictions=self._num_evictions,
+            num_disk_evictions=disk.num_evictions if disk is not None else 0,
+            num_dropped=self._num_dropped,
+            num_skipped_files=disk.num_skipped if disk is not None else 0,
+        )
 
     def check_integrity(self) -> None:
         """Checks the bounds.

@@ -64,7 +64,8 @@ class PageTransfer:
 
     def is_ready(self, page: Page) -> bool:
         """Returns whether the copy is done."""
-        return all(array.is_ready() for array in page)
+        arrays: tuple[Any, ...] = page
+        return all(array.is_ready() for array in arrays)
 
     def wait(self, page: Page) -> None:
         """Blocks until it is."""

@@ -16,8 +16,8 @@ def _arguments(T: int, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.ones((T, D), dtype), jnp.ones((T, D), dtype), jnp.ones(D, dtype)
 
 
-def _run(*arguments: Any, implementation: str | None = None) -> Any:
-    return add_rms_norm(*arguments, 1e-5, implementation=implementation)
+def _run(x: Any, y: Any, scale: Any, *, implementation: str | None = None) -> Any:
+    return add_rms_norm(x, y, scale, 1e-5, implementation=implementation)
 
 
 def _spec(T: int, dtype: str = "bfloat16") -> KernelSpec:
