@@ -9,12 +9,14 @@ import json
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxinfer.sampling.structured import StructuredOutputs
-from jaxinfer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxinfer.tokenizer import Tokenizer
 
 CACHED = 64  # compiled grammars kept, since many requests ask for the same
 WHITESPACE = r"(\r?\n)?[\x20\x09]{0,12}"  # between the parts of JSON; without a bound some models write it for ever
@@ -67,7 +69,7 @@ class Grammar:
 class GrammarCompiler:
     """Makes the grammars of one model's requests; threads may share it."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+    def __init__(self, tokenizer: "Tokenizer", vocab_size: int):
         """Takes the model's tokenizer and the number of its logits."""
         self._tokenizer = tokenizer
         self._num_words = -(-vocab_size // 32)
@@ -107,7 +109,7 @@ class GrammarCompiler:
 class _Vocabulary:
     """The tokenizer as llguidance wants it: the bytes of each token."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: "Tokenizer"):
         special = tokenizer.special_token_ids | set(tokenizer.eos_token_ids)
         self.eos_token_id = tokenizer.eos_token_ids[0]
         self.bos_token_id = tokenizer.bos_token_id
@@ -119,7 +121,7 @@ class _Vocabulary:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def _token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+def _token_bytes(tokenizer: "Tokenizer", token_id: int) -> bytes:
     try:
         return tokenizer.token_bytes(token_id)
     except ValueError:  # a hole in the vocabulary

@@ -18,7 +18,7 @@ def parse_size(text: str, name: str = "memory") -> int:
     digits = given.rstrip("abcdefghijklmnopqrstuvwxyz ")
     try:
         size = float(digits) * _UNITS[given[len(digits) :].strip()]
-        if not 0 < size < 2**63:
+        if not 0 <= size < 2**63:
             raise ValueError
     except (ValueError, KeyError):
         raise ValueError(f"{name} must be a number with a unit such as 24GB or 16GiB, got {text!r}") from None

@@ -87,7 +87,6 @@ def test_table_on_a_terminal(capsys, monkeypatch):
     [
         ([], "give a MODEL, or --kernels"),
         (["--target", "h200"], "give both"),
-        (["--memory", "24GB", "--kernels"], "give a MODEL"),
         (["model", "--kernels", "--json"], "prints one thing"),
     ],
 )

@@ -131,7 +131,7 @@ def test_sizes():
     assert [parse_size(text) for text in ("80GB", "24 GiB", "1.5mib", "1000")] == [
         80 * 10**9, 24 * GiB, 3 << 19, 1000,
     ]  # fmt: skip
-    for text in ("", "GB", "-1GB", "0", "1e30GB", "12 lots"):
+    for text in ("", "GB", "-1GB", "1e30GB", "12 lots"):
         with pytest.raises(ValueError, match="host_memory must be a number with a unit"):
             parse_size(text, "host_memory")
     assert [format_size(size) for size in (5, 2048, 3 << 20, GiB)] == ["5 B", "2.0 KiB", "3.0 MiB", "1.0 GiB"]

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from jaxinfer.engine.disk_tier import HEADER_BYTES, DiskTier
+from jaxinfer.engine.live_pages import LivePages
 from jaxinfer.engine.page_pool import PagePool
 from jaxinfer.engine.prefix_cache import PrefixCache
 from tests.jaxinfer.engine.host import make_request
@@ -105,6 +106,6 @@ def test_pages_of_two_models_have_no_key_in_common():
     keys = []
     for namespace in (b"a" * 32, b"b" * 32, b""):
         request = make_request("r", num_prompt=9)
-        PrefixCache(PagePool(20, 2), namespace=namespace).match(request)
+        PrefixCache(PagePool(20, 2), LivePages(2), namespace=namespace).match(request)
         keys += request.page_keys
     assert len(set(keys)) == len(keys) == 3 * 4

@@ -322,6 +322,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_request(
         self, prompt, output, salt, params=PLAIN, priority=0, mask=False, stop=False, source=None, inherited=()
     ):
+        if self.live.window is not None and params.h2o:
+            params = PLAIN  # the engine refuses the two together
         request = Request(
             str(len(self.requests)), list(prompt), params, min(output, MAX_LEN - len(prompt)), len(self.requests),
             stop_token_ids=frozenset({STOP}) if stop else frozenset(), bad_words=BAD_WORDS if mask else (),

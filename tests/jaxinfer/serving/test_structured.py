@@ -40,7 +40,7 @@ def test_completions_of_every_other_form(client):
 @pytest.mark.parametrize(("fields", "param"), [
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "json_object", "json_schema": JSON["json_schema"]}}, "response_format"),
-    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
     ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
     ({"response_format": JSON, "structured_outputs": {"regex": "a"}}, "response_format"),
     ({"response_format": JSON | {"json_schema": {"name": "x", "schema": {"type": "objekt"}}}}, "structured_outputs"),
