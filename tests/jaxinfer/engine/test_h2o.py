@@ -23,7 +23,6 @@ SLOW_CONFIGS = {
     "chunks_of_32": {"max_num_batched_tokens": 32, "page_size": 8},
     "pages_of_1": {"page_size": 1, "num_pages": 400, "decode_steps": 3},
     "pages_larger_than_a_budget": {"page_size": 64, "num_pages": 10},
-    "preemption": {"num_pages": 1 + LIMIT // 4},
     "reference_kernels": {"attention_implementation": "reference"},
 }
 
@@ -111,8 +110,7 @@ def test_keeps_what_the_reference_keeps_in_chunks_in_batches_and_after_preemptio
 @pytest.mark.parametrize("name", SLOW_CONFIGS)
 def test_keeps_what_the_reference_keeps_in_every_configuration(name, model, naive, rng):
     requests = [*mixture(rng), *mixture(rng)]
-    _, num_preemptions = check_equal(model, naive, ROOMY | SLOW_CONFIGS[name], requests, stagger=3)
-    assert (num_preemptions > 0) == (name == "preemption")
+    check_equal(model, naive, ROOMY | SLOW_CONFIGS[name], requests, stagger=3)  # TIGHT, above, is for preemption
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def text(model):
         ((8, 8), {}),  # Mistral
         ((8, 5), {"num_pages": 30, "prefix_cache": False}),
         ((8, None), {"num_pages": 1 + MAX_LEN // 4}),  # nothing is given back
-        ((1, 1), {"async_scheduling": False, "page_size": 1}),
+        ((1, 1), {"async_scheduling": False, "page_size": 1, "num_pages": 20}),
         ((None, None), STREAM | {"attention_sinks": 0}),
         ((None, None), STREAM | {"attention_sinks": 6, "attention_window": 2, "decode_steps": 8}),
         ((None, 5), STREAM | {"page_size": 16, "num_pages": None}),
