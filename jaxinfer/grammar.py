@@ -81,7 +81,7 @@ class GrammarCompiler:
 
         Raises:
             GrammarError: it cannot be compiled.
-            ValueError: llguidance is not installed, or the model has no end-of-sequence token.
+            ValueError: the model has no end-of-sequence token.
         """
         return Grammar(self._matcher(wanted).deep_copy(), self._num_words, _pool())
 

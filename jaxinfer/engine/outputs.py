@@ -19,7 +19,8 @@ class CompletionOutput:
         token_ids: the output tokens, the end-of-sequence token included.
         logprobs: one entry a token, if `SamplingParams.logprobs` asked for them.
         finish_reason: why it ended; None while it runs.
-        stop_reason: the stop string or the token id that ended it; None for the model's length and for aborts.
+        stop_reason: the stop string or the token id that ended it, or what the error was; None for the model's length
+            and for aborts.
         cumulative_logprob: sum of the log-probabilities of `token_ids`, if they were scored: for `logprobs`, to choose
             among `best_of` completions, or in a beam search.
     """

@@ -14,6 +14,7 @@ from jaxinfer.engine.async_engine import AsyncEngine, Delivery, RequestStream
 from jaxinfer.engine.request import FinishReason
 from jaxinfer.loading import Model
 from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.sampling.structured import StructuredOutputs
 from jaxinfer.serving.config import ServerConfig
 from jaxinfer.serving.errors import RETRY_AFTER, ApiError, engine_failed
 from jaxinfer.serving.metrics import CompletionTimer, Metrics
@@ -161,6 +162,9 @@ class Frontend:
         priority = self.priority_of(body)
         try:
             with naming_the_field(body):
+                if params.structured_outputs is not None:  # it is kept: the engine's thread must not wait for it
+                    form = StructuredOutputs.of(params.structured_outputs)
+                    await asyncio.to_thread(self.model.grammars.compile, form)
                 stream = await self.engine.submit(
                     prompts, params, request_id=request_id, priority=priority, cache_salt=body.cache_salt
                 )
