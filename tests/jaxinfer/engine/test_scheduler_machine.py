@@ -1,8 +1,8 @@
 """hypothesis drives Scheduler and PagePool with a fake device; everything is checked after every move.
 
-Every request's output is known in advance, however it was chunked, preempted, run ahead, forked or aborted, and whatever
-pages it found. Pages go to a host tier and a disk and come back, and the process starts anew over that disk, now and then
-with another model.
+Every request's output is known in advance, however it was chunked, preempted, run ahead, forked or aborted, and
+whatever pages it found. Pages go to a host tier and a disk and come back, and the process starts anew over that disk,
+now and then with another model.
 """
 
 import pytest
